@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one step of the model works on.
+
+Tokens of all sequences lie behind each other, without padding between them ("TND" in the vendor's words). A step has
+one of two phases. *Prefill*: at least one sequence has a chunk of its prompt in it; other sequences may add their one
+decode token. *Decode*: exactly ``batch_size`` rows of one token each, so that the shape never changes; rows without a
+request ("dead" rows) read and write scratch blocks of the cache and their results are dropped.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """T tokens of B sequences.
+
+    Attributes:
+        input_ids: ``[T]`` int64.
+        positions: ``[T]`` int64, position of each token in its sequence.
+        slot_mapping: ``[T]`` int32, where in the cache a token's key and value go (block * block_size + offset).
+        block_table: ``[B, max_blocks]`` int32, the cache blocks of each sequence in order.
+        actual_seq_qlen: B cumulative ends of the sequences' rows in T; the last one is T.
+        actual_seq_kvlen: B numbers of cached tokens to attend to, this step's own included (not cumulative).
+        logit_rows: ``[R]`` int64, rows of T whose next token is wanted.
+        causal_mask: the compressed mask in prefill, None in decode, where a row sees all that is cached.
+    """
+
+    phase: Phase
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    actual_seq_qlen: list[int]
+    actual_seq_kvlen: list[int]
+    logit_rows: torch.Tensor
+    causal_mask: torch.Tensor | None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One sequence's part of a step: ``ids`` at positions ``start ...``, in cache ``blocks``."""
+
+    ids: list[int]
+    start: int
+    blocks: list[int]
+    wants_logits: bool
+
+
+def build_batch(
+    phase: Phase, spans: list[Span], *, block_size: int, max_blocks: int, causal_mask: torch.Tensor | None
+) -> Batch:
+    """Lay ``spans`` behind each other. Tensors are made on the host and moved to ``causal_mask``'s device by the
+    runner; a decode step passes ``causal_mask=None``."""
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    qlen: list[int] = []
+    rows: list[int] = []
+    table = torch.zeros(len(spans), max_blocks, dtype=torch.int32)
+    for i, span in enumerate(spans):
+        where = range(span.start, span.start + len(span.ids))
+        ids += span.ids
+        positions += where
+        slots += [span.blocks[p // block_size] * block_size + p % block_size for p in where]
+        table[i, : len(span.blocks)] = torch.tensor(span.blocks, dtype=torch.int32)
+        qlen.append(len(ids))
+        if span.wants_logits:
+            rows.append(len(ids) - 1)
+    return Batch(
+        phase=phase,
+        input_ids=torch.tensor(ids, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slot_mapping=torch.tensor(slots, dtype=torch.int32),
+        block_table=table,
+        actual_seq_qlen=qlen,
+        actual_seq_kvlen=[span.start + len(span.ids) for span in spans],
+        logit_rows=torch.tensor(rows, dtype=torch.int64),
+        causal_mask=causal_mask,
+    )

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation on standard input: every turn is one request that carries the history."""
+
+import sys
+
+from rich.console import Console
+
+from executor.errors import UserError
+from executor.generation import generate
+from executor.session import Session
+from executor.text import Prompt
+
+
+def converse(session: Session, console: Console) -> None:
+    """Read a line, stream the answer, until the input ends or says ``/exit``; ``/new`` forgets the history.
+
+    A turn that cannot be served (empty, longer than the context) is reported and does not end the conversation.
+    """
+    runner, _ = session.load(console)
+    history: list[dict[str, str]] = []
+    console.print("type a message; /new starts over, /exit or end of input leaves")
+    while True:
+        console.print("> ", end="")
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/exit":
+            return
+        if line.strip() == "/new":
+            history.clear()
+            continue
+        messages = [*history, {"role": "user", "content": line.rstrip("\n")}]
+        try:
+            requests = session.requests([Prompt(messages=tuple(messages), text=None, answer=None, max_new_tokens=None)])
+        except UserError as error:
+            console.print(f"error: {error}", style="red", soft_wrap=True)
+            continue
+        answers, _ = generate(
+            runner,
+            requests,
+            vocab_limit=session.vocab_limit,
+            codec=session.codec,
+            stop=session.plan.run.sampling.stop,
+            on_text=_write,
+        )
+        _write("\n")
+        history = [*messages, {"role": "assistant", "content": answers[0].text}]
+
+
+def _write(number_or_text: int | str, text: str = "") -> None:
+    sys.stdout.write(text if isinstance(number_or_text, int) else number_or_text)
+    sys.stdout.flush()

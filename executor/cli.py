@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: ``infer`` answers prompts, ``eval`` scores answers. Errors are one line and a non-zero exit."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from executor.config import RunConfig
+from executor.errors import UserError
+from executor.evaluation import final_answer, score
+from executor.generation import Answer, generate
+from executor.model_runner import plan_run
+from executor.report import print_plan, print_summary, summarize, write_json
+from executor.session import Session, identity, output_path
+from executor.text import Prompt, read_prompts
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+ConfigArgument = Annotated[Path, typer.Argument(help="recipe, one of configs/*.yaml")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, repeatable", metavar="KEY=VALUE")]
+
+
+class OrderedPrinter:
+    """Streams the first unfinished answer as it comes; later ones wait for their turn."""
+
+    def __init__(self, prompts: list[Prompt]) -> None:
+        self.prompts = prompts
+        self.pending = [""] * len(prompts)
+        self.current = -1
+        self.done: set[int] = set()
+
+    def text(self, number: int, text: str) -> None:
+        if self.current < 0:
+            self._open(0)
+        if number == self.current:
+            self._write(text)
+        else:
+            self.pending[number] += text
+
+    def finished(self, numbers: set[int]) -> None:
+        """``numbers`` are complete; go on to the next answer that is not."""
+        self.done |= numbers
+        if self.current < 0:
+            self._open(0)
+        while self.current in self.done:
+            self._write("\n")
+            if self.current + 1 == len(self.prompts):
+                break
+            self._open(self.current + 1)
+
+    def _open(self, number: int) -> None:
+        self.current = number
+        prompt = self.prompts[number]
+        said = prompt.text if prompt.messages is None else prompt.messages[-1]["content"]
+        self._write(f"> {said}\n{self.pending[number]}")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _prompts(session: Session, prompt: list[str] | None, file: Path | None) -> list[Prompt]:
+    found = [Prompt(messages=None, text=text, answer=None, max_new_tokens=None) for text in prompt or ()]
+    if file is not None:
+        found += read_prompts(file)
+    if not found and session.plan.run.data.dataset_path is not None:
+        found = read_prompts(session.plan.run.data.dataset_path)
+    if not found:
+        raise UserError("nothing to answer: give --prompt TEXT, --file FILE, --chat, or set data_config.dataset")
+    return found
+
+
+def _answer(session: Session, prompts: list[Prompt], stream: bool) -> tuple[list[Answer], dict]:
+    """Load, answer, and put the figures together."""
+    requests = session.requests(prompts)
+    for line in session.advice():
+        err.print(f"note: {line}", style="yellow", soft_wrap=True)
+    runner, load = session.load(err)
+    printer = OrderedPrinter(prompts)
+    finished: set[int] = set()
+    waiting = set(range(len(prompts)))
+
+    def after_step(scheduler) -> None:  # noqa: ANN001
+        active = {s.number for s in (*scheduler.running, *scheduler.waiting)}
+        newly = waiting - active - finished
+        if newly and stream:
+            printer.finished(newly)
+        finished.update(newly)
+
+    answers, tally = generate(
+        runner,
+        requests,
+        vocab_limit=session.vocab_limit,
+        codec=session.codec,
+        stop=session.plan.run.sampling.stop,
+        on_text=printer.text if stream else lambda number, text: None,
+        after_step=after_step,
+    )
+    return answers, summarize(session.plan, runner.device, load, answers, tally)
+
+
+def _records(prompts: list[Prompt], answers: list[Answer]) -> list[dict]:
+    return [
+        {"prompt": p.text or list(p.messages or ()), "stop_reason": a.stop_reason, "text": a.text, "ids": a.output}
+        for p, a in zip(prompts, answers)
+    ]
+
+
+@app.command()
+def infer(
+    config: ConfigArgument,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="a prompt, repeatable")] = None,
+    file: Annotated[Path | None, typer.Option("--file", help="prompts: .txt, one per line, or .jsonl")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="converse on the terminal")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="print the plan and stop")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Answer prompts with the model of a recipe."""
+    run = RunConfig.load(config, overrides or ())
+    if explain:
+        print_plan(out, plan_run(run)[1])
+        return
+    session = Session.open(run)
+    if chat:
+        from executor.chat import converse
+
+        converse(session, err)
+        return
+    prompts = _prompts(session, prompt, file)
+    answers, figures = _answer(session, prompts, stream=True)
+    print_summary(out, figures)
+    path = output_path(run, "report.json")
+    write_json(path, {"figures": figures, "config": identity(run), "answers": _records(prompts, answers)})
+    out.print(f"report: {path}", soft_wrap=True)
+
+
+@app.command(name="eval")
+def evaluate(
+    config: ConfigArgument,
+    file: Annotated[Path, typer.Option("--file", help=".jsonl with prompt and answer")] = Path("assets/heldout.jsonl"),
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="only the first n questions")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Score exact answers on held-out questions."""
+    run = RunConfig.load(config, overrides or ())
+    session = Session.open(run)
+    prompts = read_prompts(file)[:limit]
+    if any(p.answer is None for p in prompts):
+        raise UserError(f"{file}: eval needs an `answer` in every line")
+    answers, figures = _answer(session, prompts, stream=False)
+    result = score([p.answer or "" for p in prompts], [final_answer(a.text) for a in answers])
+    for index in result.wrong[:10]:
+        said = prompts[index].text
+        out.print(f"wrong: {said!r} -> {answers[index].text!r}, expected {prompts[index].answer!r}", soft_wrap=True)
+    print_summary(out, figures)
+    out.print(f"exact: {result.exact} of {result.total} = {result.share:.1%}")
+    path = output_path(run, "eval.json")
+    content = {"score": dataclasses.asdict(result), "figures": figures, "config": identity(run)}
+    write_json(path, {**content, "answers": _records(prompts, answers)})
+    out.print(f"report: {path}", soft_wrap=True)
+
+
+def main() -> int:
+    """Run a command. Exit codes: 0 done, 2 something the user can mend, 130 interrupted."""
+    try:
+        app(standalone_mode=False)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except typer.Exit as done:
+        return done.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if type(error).__module__.startswith(("click", "typer")):
+            print(f"error: {getattr(error, 'format_message', lambda: error)()}", file=sys.stderr)
+            return 2
+        raise
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

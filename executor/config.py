@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RunConfig: what a recipe file may say. Every key is declared once: type, bound, default, meaning.
+
+The check of a recipe, the error messages and ``configs/README.md`` are derived from these declarations.
+Rules that need a model's shapes belong to the plan; the rules here hold for any model. A value that follows
+from other keys is a property, so a config cannot hold two answers to one question.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from executor.config_errors import first_error, show
+from executor.config_source import apply_overrides, read_mapping
+from executor.errors import UserError
+
+REPOSITORY_ROOT = Path(__file__).resolve().parents[1]
+
+
+def _platform_name(value: object) -> object:
+    """YAML reads an unquoted 950 as an integer, but the platform is a name."""
+    return "950" if type(value) is int and value == 950 else value
+
+
+Platform = Annotated[Literal["auto", "cpu", "a2", "a3", "950"], BeforeValidator(_platform_name)]
+# A YAML list becomes a tuple, so that a frozen config is frozen all the way down.
+TextList = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
+
+
+def _key(default: Any, description: str, **bounds: Any) -> Any:
+    """One declared key; ``...`` as default means required."""
+    return Field(default, description=description, **bounds)
+
+
+def _from_root(path: str) -> Path:
+    return REPOSITORY_ROOT / Path(path).expanduser()
+
+
+class Section(BaseModel):
+    """A group of keys: immutable, strictly typed, closed to keys it does not declare."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class RopeScaling(Section):
+    """YaRN, for contexts beyond the trained one. Replaces the scaling of config.json; no file is edited."""
+
+    rope_type: Literal["default", "yarn"] = _key("yarn", "default: no scaling.")
+    factor: float | None = _key(None, "Extended context divided by the original one; yarn needs it.", ge=1)
+    original_max_position_embeddings: int | None = _key(
+        None, "Context of the training (Qwen3: 32768); null: the model's max_position_embeddings.", ge=1
+    )
+    attention_factor: float | None = _key(None, "Scale of cos and sin; null: 0.1 ln(factor) + 1.", gt=0)
+    beta_fast: float | None = _key(
+        None, "Frequencies with more turns than this in the original context are kept; null: 32.", gt=0
+    )
+    beta_slow: float | None = _key(None, "Those with fewer are divided by factor; null: 1.", gt=0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The keys that hold a value, spelled like a ``rope_scaling`` entry of config.json."""
+        return self.model_dump(exclude_none=True)
+
+    @model_validator(mode="after")
+    def _yarn_has_factor(self) -> Self:
+        if self.rope_type == "yarn" and self.factor is None:
+            key = "model_config.rope_scaling"
+            raise UserError(f"missing key `{key}.factor`: {key}.rope_type=yarn needs a number >= 1")
+        return self
+
+
+class ModelSection(Section):
+    """Which model, in which number format, on which machine, executed how."""
+
+    model_name: str = _key(
+        ..., "Name of the case; without model_path, also of the shapes in assets/model_configs.", min_length=1
+    )
+    model_path: str | None = _key(
+        None, "Directory with config.json, weights and tokenizer; null: the shipped shapes.", min_length=1
+    )
+    with_ckpt: bool = _key(True, "Load the weights; false: random weights, for timing.")
+    exe_mode: Literal["eager", "inductor", "ge_graph", "npugraph_ex"] = _key(
+        "eager", "How a decode step is executed."
+    )
+    dtype: Literal["bfloat16", "float16", "float32", "float64", "auto"] = _key(
+        "bfloat16", "Type of weights and activations; auto: the checkpoint's; float32, float64: CPU only."
+    )
+    platform_version: Platform = _key("auto", "Machine to plan for; auto: the machine this runs on.")
+    enable_profiler: bool = _key(False, "Record a profile of the run.")
+    enable_cache_compile: bool = _key(False, "Keep compiled graphs on disk and reuse them.")
+    enable_weight_nz: bool = _key(False, "Store matmul weights in the NPU's fractal NZ format.")
+    force_eplb: bool = _key(False, "Deal tokens evenly to the experts instead of routing them, for timing.")
+    enable_thinking: bool = _key(True, "Let the chat template ask for a reasoning block before the answer.")
+    rope_scaling: RopeScaling | None = _key(None, "Context extension; null: what config.json says.")
+    max_position_embeddings: int | None = _key(None, "Context length; null: what config.json says.", ge=1)
+
+    @property
+    def config_dir(self) -> Path:
+        """Where config.json should be: ``model_path``, else the shipped shapes. Existence is not checked."""
+        return _from_root(self.model_path or f"assets/model_configs/{self.model_name}")
+
+    @model_validator(mode="after")
+    def _name_is_one_path_component(self) -> Self:
+        """The name becomes a directory of results and of compiled graphs, which must not lead elsewhere."""
+        if self.model_name in (".", "..") or set(self.model_name) & set("/\\\0"):
+            raise UserError(
+                f"model_config.model_name={show(self.model_name)} must be usable as a directory name, without "
+                "slashes; a location belongs in model_config.model_path"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _dtype_runs_on_platform(self) -> Self:
+        """float32 and float64 are accepted by the CPU reference kernels alone."""
+        if self.dtype in ("float32", "float64") and self.platform_version not in ("auto", "cpu"):
+            raise UserError(
+                f"model_config.dtype={self.dtype} runs on a CPU only, not on model_config.platform_version="
+                f"{self.platform_version}; use dtype bfloat16 or float16"
+            )
+        return self
+
+
+class DataSection(Section):
+    """The prompts and how they become tokens."""
+
+    dataset: str | None = _key(None, "Prompts: .txt with one per line, or .jsonl; null: none.", min_length=1)
+    input_truncated_len: int | None = _key(
+        None, "Longer prompts are cut to their last n tokens; null: never.", ge=1
+    )
+    chat_template: bool = _key(True, "Wrap each prompt in the tokenizer's chat template.")
+    system_prompt: str | None = _key(None, "System message put before each prompt; null: none.")
+
+    @property
+    def dataset_path(self) -> Path | None:
+        """``dataset`` as an absolute path."""
+        return None if self.dataset is None else _from_root(self.dataset)
+
+
+class ParallelSection(Section):
+    """How many ranks there are and how many share each part of the model. Each size divides world_size, and
+    moe_tp_size * moe_ep_size = world_size. The rest is attention data parallelism:
+    attn_dp_size = world_size / attn_tp_size."""
+
+    world_size: int = _key(1, "Ranks in total, one per NPU die (A2: per NPU).", ge=1, le=65536)
+    attn_tp_size: int = _key(1, "Ranks that split the attention heads.", ge=1)
+    dense_tp_size: int = _key(1, "Ranks that split a dense MLP.", ge=1)
+    moe_tp_size: int = _key(1, "Ranks that split each expert.", ge=1)
+    moe_ep_size: int = _key(1, "Groups of ranks the experts are dealt to.", ge=1)
+    embed_tp_size: int = _key(1, "Ranks that split the embedding table.", ge=1)
+    lmhead_tp_size: int = _key(1, "Ranks that split the vocabulary of lm_head.", ge=1)
+    hosts: TextList = _key((), "Addresses of the machines, that of rank 0 first; empty: this machine.")
+
+    @property
+    def attn_dp_size(self) -> int:
+        """Groups of ``attn_tp_size`` ranks that each serve their own sequences."""
+        return self.world_size // self.attn_tp_size
+
+    @model_validator(mode="after")
+    def _sizes_fit_world(self) -> Self:
+        world = f"parallel_config.world_size={self.world_size}"
+        for name, size in self:
+            if isinstance(size, int) and self.world_size % size:
+                legal = ", ".join(str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0)
+                raise UserError(f"parallel_config.{name}={size} does not divide {world}; legal: {legal}")
+        if self.moe_tp_size * self.moe_ep_size != self.world_size:
+            sizes = f"parallel_config.moe_tp_size={self.moe_tp_size} * moe_ep_size={self.moe_ep_size}"
+            fix = f"moe_tp_size={self.world_size // self.moe_ep_size}"
+            raise UserError(f"{sizes} must equal {world} (dense models too); for example {fix}")
+        if self.hosts and self.world_size % len(self.hosts):
+            hosts = f"parallel_config.hosts has {len(self.hosts)} entries"
+            raise UserError(f"{hosts}, which does not divide {world}; machines run equally many ranks")
+        return self
+
+
+class SchedulerSection(Section):
+    """How much is in flight, and the paged KV cache. batch_size is a multiple of attn_dp_size."""
+
+    batch_size: int = _key(1, "Sequences decoded together, over all ranks.", ge=1)
+    max_new_tokens: int = _key(256, "Longest answer, in tokens.", ge=1)
+    max_prefill_tokens: int = _key(4096, "Most prompt tokens processed in one prefill step.", ge=1)
+    max_seq_len: int | None = _key(None, "Longest prompt plus answer; null: the model's context.", ge=2)
+    block_size: int = _key(128, "Tokens per KV cache block.", ge=16, multiple_of=16)
+    mem_fraction_static: float = _key(0.9, "Share of device memory for weights and KV cache.", gt=0, le=1)
+    num_blocks: int | None = _key(None, "KV cache blocks per rank; null: what the memory allows.", ge=1)
+
+    @model_validator(mode="after")
+    def _answer_fits_sequence(self) -> Self:
+        if self.max_seq_len is not None and self.max_new_tokens >= self.max_seq_len:
+            raise UserError(
+                f"scheduler_config.max_new_tokens={self.max_new_tokens} leaves no room for a prompt in "
+                f"scheduler_config.max_seq_len={self.max_seq_len}; max_seq_len counts prompt and answer"
+            )
+        return self
+
+
+class SamplingSection(Section):
+    """How the next token is chosen. null: what the checkpoint's generation_config.json says."""
+
+    do_sample: bool | None = _key(None, "false: greedy, the most likely token.")
+    temperature: float | None = _key(None, "Divides the logits; 0: greedy.", ge=0)
+    top_k: int | None = _key(None, "Keep the k most likely tokens; 0: all.", ge=0)
+    top_p: float | None = _key(None, "Keep the most likely tokens up to this total probability.", gt=0, le=1)
+    min_p: float | None = _key(None, "Keep tokens at least this likely relative to the best one.", ge=0, le=1)
+    repetition_penalty: float | None = _key(None, "Above 1 disfavours tokens already present.", gt=0)
+    seed: int | None = _key(None, "Seed of the random draws; null: a run cannot be repeated.", ge=0, lt=2**63)
+    ignore_eos: bool = _key(False, "Go on after an end token, for timing.")
+    stop: TextList = _key((), "Texts that end an answer; they are not part of it.")
+
+
+class OutputSection(Section):
+    """What the run leaves behind."""
+
+    dir: str = _key("output", "Directory for results and profiles.", min_length=1)
+    log_level: Literal["debug", "info", "warning", "error"] = _key("info", "Least severe message printed.")
+
+    @property
+    def path(self) -> Path:
+        """``dir`` as an absolute path."""
+        return _from_root(self.dir)
+
+
+class RunConfig(Section):
+    """One run: the sections of a recipe file. Only model_config.model_name has no default."""
+
+    model: ModelSection = Field(alias="model_config", description=ModelSection.__doc__)
+    data: DataSection = Field(DataSection(), alias="data_config", description=DataSection.__doc__)
+    parallel: ParallelSection = Field(
+        ParallelSection(), alias="parallel_config", description=ParallelSection.__doc__
+    )
+    scheduler: SchedulerSection = Field(
+        SchedulerSection(), alias="scheduler_config", description=SchedulerSection.__doc__
+    )
+    sampling: SamplingSection = Field(
+        SamplingSection(), alias="sampling_config", description=SamplingSection.__doc__
+    )
+    output: OutputSection = Field(OutputSection(), alias="output_config", description=OutputSection.__doc__)
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> Self:
+        """Read a YAML file, apply ``section.key=value`` overrides in order, and check the result.
+
+        Raises UserError, one line, when the file cannot be read as a mapping, an override is malformed, or
+        the result breaks a constraint.
+        """
+        return cls.from_mapping(apply_overrides(read_mapping(path), overrides))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[Any, Any]) -> Self:
+        """Check plain data spelled like a recipe file. Raises UserError, one line."""
+        try:
+            return cls.model_validate(dict(mapping))
+        except ValidationError as error:
+            raise UserError(first_error(error, cls)) from None
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Every key with its value, as plain data spelled like a recipe file; ``from_mapping`` undoes it."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    @model_validator(mode="after")
+    def _batch_splits_over_data_parallel_groups(self) -> Self:
+        batch, split = self.scheduler.batch_size, self.parallel
+        if batch % split.attn_dp_size:
+            raise UserError(
+                f"scheduler_config.batch_size={batch} must be a multiple of attn_dp_size={split.attn_dp_size}"
+                f" (parallel_config.world_size={split.world_size} / attn_tp_size={split.attn_tp_size})"
+            )
+        return self

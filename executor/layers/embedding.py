@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token embedding and language-model head, both split over the vocabulary."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from executor.layers.storage import Storage
+from executor.parallel.groups import Group
+from executor.parallel.layout import shard
+from executor.weights import Slot
+
+
+class VocabParallelEmbedding(nn.Module):
+    """``ids [T] -> [T, hidden]``. Each rank looks up its part of the vocabulary; the sum over ranks is the row."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, group: Group, storage: Storage) -> None:
+        super().__init__()
+        self.group = group
+        self.vocab_size = vocab_size
+        self.mine = shard(vocab_size, group, "vocab_size")
+        data = torch.empty(len(self.mine), hidden_size, dtype=storage.dtype, device=storage.device)
+        self.weight = nn.Parameter(data, requires_grad=False)
+        self.lookup = self._all_rows if group.size == 1 else self._my_rows
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lookup(ids)
+
+    def _all_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(ids, self.weight)
+
+    def _my_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        local = ids - self.mine.start
+        outside = (local < 0) | (local >= len(self.mine))
+        rows = nn.functional.embedding(local.masked_fill(outside, 0), self.weight)
+        return self.group.all_reduce(rows.masked_fill(outside.unsqueeze(-1), 0))
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        index = (slice(self.mine.start, self.mine.stop), slice(None))
+        yield f"{name}.weight", Slot(self.weight, self.weight.data, (self.vocab_size, self.weight.shape[1]), index)
+
+
+class LMHead(nn.Module):
+    """``[rows, hidden] -> logits [rows, vocab]`` in the model's dtype, gathered from the ranks' parts."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, group: Group, storage: Storage) -> None:
+        super().__init__()
+        self.group = group
+        self.vocab_size = vocab_size
+        self.mine = shard(vocab_size, group, "vocab_size")
+        self.weight = storage.matrix(hidden_size, len(self.mine))
+
+    def tie(self, embedding: VocabParallelEmbedding) -> bool:
+        """Use the embedding's own memory if both are split alike; returns whether they now share it."""
+        if embedding.mine != self.mine:
+            return False
+        self.weight = nn.Parameter(embedding.weight.data.t(), requires_grad=False)
+        return True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        logits = torch.matmul(x, self.weight)
+        if self.group.size == 1:
+            return logits
+        return self.group.all_gather(logits.t()).t()
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        index = (slice(self.mine.start, self.mine.stop), slice(None))
+        yield f"{name}.weight", Slot(self.weight, self.weight.data.t(), (self.vocab_size, self.weight.shape[0]), index)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers that own their shard, their checkpoint names and their collective.
+
+Column splits outputs and never communicates. Row splits inputs: ``partial`` is this rank's summand, ``reduce`` makes
+it the result, and nobody can mistake one for the other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from executor.layers.storage import Storage
+from executor.parallel.groups import Group
+from executor.parallel.layout import shard
+from executor.quant.scheme import LinearScheme
+from executor.weights import Slot
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint matrix inside a merged one: its name, its rows on disk, and those that this rank keeps."""
+
+    name: str
+    rows: int
+    keep: range
+
+
+class ColumnParallelLinear(nn.Module):
+    """``[T, in] -> [T, sum of kept rows]``: one matmul for several checkpoint matrices side by side."""
+
+    def __init__(
+        self, in_features: int, parts: tuple[Part, ...], *, bias: bool, storage: Storage, scheme: LinearScheme
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.parts = parts
+        self.scheme = scheme
+        self.sizes = [len(part.keep) for part in parts]
+        scheme.declare(self, in_features, sum(self.sizes), storage)
+        self.bias = storage.vector(sum(self.sizes)) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scheme.apply(self, x, self.bias)
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        """``prefix`` is the parent's checkpoint name; each part adds its own."""
+        start = 0
+        for part in self.parts:
+            rows = slice(start, start + len(part.keep))
+            index = slice(part.keep.start, part.keep.stop)
+            yield from self.scheme.slots(self, f"{prefix}.{part.name}", rows, (part.rows, self.in_features), (index, slice(None)))
+            if self.bias is not None:
+                yield f"{prefix}.{part.name}.bias", Slot(self.bias, self.bias.data[rows], (part.rows,), (index,))
+            start += len(part.keep)
+
+
+class RowParallelLinear(nn.Module):
+    """``[T, in / size] -> [T, out]``, summed over ``group``. The bias is held by the first rank only."""
+
+    def __init__(
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        group: Group,
+        what: str,
+        units: int,
+        storage: Storage,
+        scheme: LinearScheme,
+    ) -> None:
+        """``in_features`` is split in whole ``units`` (heads, or single columns), called ``what`` in messages."""
+        super().__init__()
+        self.name = name
+        self.shape = (out_features, in_features)
+        self.group = group
+        self.scheme = scheme
+        mine, width = shard(units, group, what), in_features // units
+        self.columns = slice(mine.start * width, mine.stop * width)
+        scheme.declare(self, len(mine) * width, out_features, storage)
+        self.bias = storage.vector(out_features) if bias and group.rank == 0 else None
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scheme.apply(self, x, self.bias)
+
+    def reduce(self, y: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(y)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.reduce(self.partial(x))
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        name = f"{prefix}.{self.name}"
+        yield from self.scheme.slots(self, name, slice(None), self.shape, (slice(None), self.columns))
+        if self.bias is not None:
+            yield f"{name}.bias", Slot(self.bias, self.bias.data, (self.shape[0],), (slice(None),))

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dense feed-forward block: merged gate and up projections, SwiGLU, down projection."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from executor.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from executor.layers.storage import Storage
+from executor.model_config import ModelConfig
+from executor.ops.matmul import swiglu
+from executor.parallel.groups import Group
+from executor.parallel.layout import shard
+from executor.quant.scheme import LinearScheme
+from executor.weights import Slot
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig, group: Group, storage: Storage, scheme: LinearScheme) -> None:
+        super().__init__()
+        width = config.intermediate_size
+        mine = shard(width, group, "intermediate_size")
+        self.gate_up_proj = ColumnParallelLinear(
+            config.hidden_size,
+            (Part("gate_proj", width, mine), Part("up_proj", width, mine)),
+            bias=False,
+            storage=storage,
+            scheme=scheme,
+        )
+        self.down_proj = RowParallelLinear(
+            "down_proj",
+            width,
+            config.hidden_size,
+            bias=False,
+            group=group,
+            what="intermediate_size",
+            units=width,
+            storage=storage,
+            scheme=scheme,
+        )
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj.partial(swiglu(self.gate_up_proj(x)))
+
+    def reduce(self, y: torch.Tensor) -> torch.Tensor:
+        return self.down_proj.reduce(y)
+
+    def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
+        yield from self.gate_up_proj.slots(prefix)
+        yield from self.down_proj.slots(prefix)

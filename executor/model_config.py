@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint's ``config.json`` says about the model, frozen and in one spelling.
+
+transformers' own config classes do the reading, so that defaults of absent keys and the two spellings of rope
+settings (``rope_scaling`` of 4.x, ``rope_parameters`` of 5.x) mean here what they mean there. What we do not
+implement is refused here, by name.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from executor.errors import UserError
+
+ROPE_TYPES = ("default", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding settings. The YaRN fields follow the paper (arXiv 2309.00071) and HF's key names."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shapes and constants of one model; names are Hugging Face's."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    rope: RopeConfig
+    dtype: str | None
+    eos_token_ids: tuple[int, ...]
+    moe: MoeConfig | None = None
+    moe_layers: tuple[int, ...] = ()
+
+    @property
+    def context_length(self) -> int:
+        """Longest sequence (prompt + answer), in tokens: YaRN stretches the length it was trained for."""
+        if self.rope.rope_type == "yarn":
+            return max(self.max_position_embeddings, int(self.rope.factor * self.rope.original_max_position_embeddings))
+        return self.max_position_embeddings
+
+
+def read_config_json(path: Path) -> dict[str, Any]:
+    """The raw ``config.json``. Raises UserError if it is missing, not UTF-8 JSON, or not an object."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; a model directory holds config.json, the safetensors shards and the tokenizer") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+def with_overrides(
+    raw: dict[str, Any], rope_scaling: dict[str, Any] | None, max_position_embeddings: int | None
+) -> dict[str, Any]:
+    """``raw`` with the run's own rope settings and context length, so that nobody edits a checkpoint for YaRN."""
+    raw = dict(raw)
+    if rope_scaling is not None:
+        theta = raw.get("rope_theta") or (raw.get("rope_parameters") or {}).get("rope_theta")
+        raw.pop("rope_scaling", None)
+        raw["rope_parameters"] = {**({"rope_theta": theta} if theta else {}), **rope_scaling}
+    if max_position_embeddings is not None:
+        raw["max_position_embeddings"] = max_position_embeddings
+    return raw
+
+
+def _rope(raw: dict[str, Any], parameters: dict[str, Any]) -> RopeConfig:
+    for key in ("rope_scaling", "rope_parameters"):
+        section = raw.get(key) or {}
+        kind = section.get("rope_type", section.get("type", "default"))
+        if kind not in ROPE_TYPES:
+            raise UserError(f"config.json: {key}.rope_type={kind!r} is not supported; one of {', '.join(ROPE_TYPES)}")
+    kind = parameters.get("rope_type", "default")
+    fields = {k: v for k, v in parameters.items() if k in RopeConfig.__dataclass_fields__ and v is not None}
+    if kind == "yarn":
+        for key in ("factor", "original_max_position_embeddings"):
+            if key not in fields:
+                raise UserError(f"config.json: rope_type yarn needs {key} in rope_scaling or rope_parameters")
+        if not fields["factor"] >= 1:
+            raise UserError(f"config.json: yarn factor={fields['factor']} must be at least 1")
+    return RopeConfig(**fields)
+
+
+def parse_shared_fields(raw: dict[str, Any], config_class: type) -> tuple[Any, dict[str, Any]]:
+    """Read ``raw`` with transformers' ``config_class``.
+
+    Returns:
+        the transformers config object, and the keyword arguments of ModelConfig that dense and MoE models share.
+    Raises:
+        UserError: a required key is missing, a value has the wrong type, or a feature is not supported.
+    """
+    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    for key in required:
+        if key not in raw:
+            raise UserError(f"config.json: missing key {key}")
+    if raw.get("use_sliding_window"):
+        raise UserError("config.json: use_sliding_window=true is not supported; Qwen3 was released without it")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise UserError(f"config.json: hidden_act={raw['hidden_act']!r} is not supported; only silu")
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method")
+        raise UserError(f"config.json: quantization_config ({method}) is not supported yet; use a BF16 checkpoint")
+    _rope(raw, {"rope_type": "default"})
+    try:
+        hf = config_class(**{k: v for k, v in raw.items() if k not in ("architectures", "transformers_version")})
+    except Exception as error:  # transformers raises many kinds here; all of them mean the file is wrong
+        raise UserError(f"config.json: {' '.join(str(error).split())}") from None
+    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+    if heads % kv_heads:
+        raise UserError(f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+    eos = hf.eos_token_id
+    return hf, dict(
+        model_type=raw["model_type"],
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_hidden_layers=hf.num_hidden_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=hf.rms_norm_eps,
+        attention_bias=hf.attention_bias,
+        tie_word_embeddings=hf.tie_word_embeddings,
+        max_position_embeddings=hf.max_position_embeddings,
+        rope=_rope(raw, dict(hf.rope_parameters or {})),
+        dtype=str(hf.dtype).removeprefix("torch.") if hf.dtype is not None else None,
+        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+    )

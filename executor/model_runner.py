@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ModelRunner: from a Plan to a model on a device that takes one step at a time."""
+
+import dataclasses
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from executor.batch import Batch
+from executor.blueprint import Blueprint
+from executor.config import RunConfig
+from executor.errors import UserError
+from executor.kv_cache import allocate
+from executor.layers.decoder import CausalLM
+from executor.model_config import ModelConfig, read_config_json, with_overrides
+from executor.ops.attention import causal_mask
+from executor.ops.reference.product import set_product
+from executor.plan import Plan, make_plan
+from executor.platform.select import device, planned_features
+from executor.weights import LoadReport, check_coverage, load_weights, randomize
+
+# HF model_type -> where its runner is. The executor knows models by these names only.
+RUNNERS = {
+    "qwen3": "models.qwen3_dense.runner:Qwen3DenseRunner",
+    "qwen3_moe": "models.qwen3_moe.runner:Qwen3MoeRunner",
+}
+
+
+class NonFiniteLogits(UserError):
+    """The model produced NaN or infinity; the message names the first layer where it appears."""
+
+
+def runner_class(model_type: object) -> "type[ModelRunner]":
+    """The runner of a ``model_type``. Raises UserError for one we do not have."""
+    if model_type not in RUNNERS:
+        raise UserError(f"config.json: model_type={model_type!r} is not supported; one of {', '.join(RUNNERS)}")
+    module, name = RUNNERS[str(model_type)].split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def plan_run(run: RunConfig) -> "tuple[type[ModelRunner], Plan]":
+    """Read the model's config and plan the run; nothing is allocated. Raises UserError for all that cannot work."""
+    folder = run.model.config_dir
+    if run.model.model_path is not None and not folder.is_dir():
+        raise UserError(f"model_config.model_path={run.model.model_path}: no such directory")
+    raw = read_config_json(folder / "config.json")
+    scaling = run.model.rope_scaling.as_dict() if run.model.rope_scaling else None
+    kind = runner_class(raw.get("model_type"))
+    config = kind.parse_config(with_overrides(raw, scaling, run.model.max_position_embeddings))
+    return kind, make_plan(run, config, planned_features(run.model.platform_version), kind.build_model)
+
+
+class ModelRunner(ABC):
+    """Builds the model of a plan on this machine's device, loads it, and runs steps.
+
+    A subclass says how a config is read and how a model is composed; ``graph_compile`` may be overridden to replace
+    ``self.forward`` by a compiled form of it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.device = device(plan.features)
+        if plan.run.parallel.world_size > 1:
+            raise UserError(
+                f"parallel_config.world_size={plan.run.parallel.world_size}: running on several ranks is not built yet; "
+                "add --explain to check the recipe"
+            )
+        set_product(plan.features.product)
+        storage = dataclasses.replace(plan.blueprint.storage, device=self.device)
+        self.model = self.build_model(dataclasses.replace(plan.blueprint, storage=storage)).eval()
+        check_coverage(self.model.slots(), self.model.parameters())
+        attention = self.model.layers[0].self_attn
+        self.caches = allocate(
+            plan.config.num_hidden_layers,
+            plan.memory.num_blocks,
+            plan.block_size,
+            attention.num_kv_heads,  # type: ignore[union-attr, arg-type]
+            plan.config.head_dim,
+            storage.dtype,
+            self.device,
+        )
+        self.causal_mask = causal_mask(self.device)
+        self.forward: Callable[[Batch, Any], torch.Tensor] = self.model
+        self.graph_compile()
+
+    @staticmethod
+    @abstractmethod
+    def parse_config(raw: dict[str, Any]) -> ModelConfig:
+        """``config.json`` to ModelConfig."""
+
+    @staticmethod
+    @abstractmethod
+    def build_model(blueprint: Blueprint) -> CausalLM:
+        """The model, with uninitialised weights."""
+
+    def load_weights(self, on_bytes: Callable[[int, int], None] = lambda done, total: None) -> LoadReport:
+        """Fill the model from ``model_path``, or with random weights if ``with_ckpt`` is false."""
+        if not self.plan.run.model.with_ckpt:
+            randomize(self.model)
+            return LoadReport()
+        if self.plan.run.model.model_path is None:
+            raise UserError(
+                "model_config.model_path is not set: name a checkpoint directory "
+                "(--set model_config.model_path=DIR), or set model_config.with_ckpt=false for random weights"
+            )
+        return load_weights(self.model, self.plan.run.model.config_dir, on_bytes)
+
+    def graph_compile(self) -> None:
+        """Make ``self.forward`` the compiled form that ``exe_mode`` asks for; ``eager`` leaves the model as it is."""
+        mode = self.plan.run.model.exe_mode
+        if mode != "eager":
+            raise UserError(f"model_config.exe_mode={mode} is not built yet; use eager")
+
+    @torch.inference_mode()
+    def step(self, batch: Batch) -> torch.Tensor:
+        """Logits ``[R, vocab]`` of ``batch.logit_rows``, in the model's dtype. Writes the step's keys and values."""
+        return self.forward(self._to_device(batch), self.caches)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        moved = {
+            f.name: getattr(batch, f.name).to(self.device)
+            for f in dataclasses.fields(batch)
+            if isinstance(getattr(batch, f.name), torch.Tensor)
+        }
+        return dataclasses.replace(batch, **moved)
+
+    @torch.inference_mode()
+    def explain_non_finite(self, batch: Batch, rows: torch.Tensor) -> NonFiniteLogits:
+        """Run ``batch`` again (it writes what it wrote before) and find the first module whose output in ``rows`` of
+        the T tokens is not finite."""
+        found: list[str] = []
+
+        def watch(name: str) -> Callable[..., None]:
+            def look(module: nn.Module, args: Any, output: Any) -> None:
+                tensors = output if isinstance(output, tuple) else (output,)
+                if not found and not all(bool(t[rows].isfinite().all()) for t in tensors):
+                    found.append(name)
+
+            return look
+
+        modules = [("model.embed_tokens", self.model.embed_tokens)]
+        modules += [(f"model.layers.{i}", layer) for i, layer in enumerate(self.model.layers)]
+        hooks = [module.register_forward_hook(watch(name)) for name, module in modules]
+        try:
+            self.model(self._to_device(batch), self.caches)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        first = found[0] if found else "lm_head"
+        hint = "; float16 overflows on Qwen3: use bfloat16" if self.plan.blueprint.storage.dtype == torch.float16 else ""
+        return NonFiniteLogits(f"logits are not finite; the first layer with NaN or infinity is {first}{hint}")

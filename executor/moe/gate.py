@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router: which experts a token goes to, and with which weights. T tokens, E experts, K choices per token."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from executor.layers.storage import Storage
+from executor.model_config import MoeConfig
+from executor.ops.moe import gate_topk
+from executor.weights import Slot
+
+
+class Gate(nn.Module):
+    """``x [T, hidden] -> (weights [T, K], ids [T, K] int32)``, softmax over all experts and the K largest of it."""
+
+    def __init__(self, moe: MoeConfig, hidden_size: int, storage: Storage) -> None:
+        super().__init__()
+        self.num_experts = moe.num_experts
+        self.top_k = moe.num_experts_per_tok
+        self.renormalize = moe.norm_topk_prob
+        self.weight = storage.matrix(hidden_size, moe.num_experts)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gate_topk(torch.matmul(x, self.weight), self.top_k, self.renormalize)
+
+    def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
+        shape = (self.num_experts, self.weight.shape[0])
+        yield f"{name}.weight", Slot(self.weight, self.weight.data.t(), shape, (slice(None), slice(None)))
+
+
+class BalancedGate(Gate):
+    """The router's own weights, but experts in turn (``force_eplb``): random weights would route unevenly, and a
+    benchmark of shapes would then measure that unevenness. The answers mean nothing."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = super().forward(x)
+        turn = torch.arange(ids.numel(), dtype=ids.dtype, device=ids.device) % self.num_experts
+        return weights, turn.view_as(ids)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every rank holds a slice of every expert: no exchange of tokens, one all-reduce of the result."""
+
+from dataclasses import dataclass
+
+import torch
+
+from executor.moe.strategy import Dispatched
+from executor.ops.moe import finalize_routing, init_routing
+from executor.parallel.groups import Group
+
+
+@dataclass(frozen=True)
+class _State:
+    weights_TK: torch.Tensor
+    row_idx: torch.Tensor  # [T * K], where each (token, choice) went
+
+
+class TensorParallel:
+    capturable = True
+
+    def __init__(self, num_experts: int, group: Group) -> None:
+        self.num_experts = num_experts
+        self.group = group
+
+    def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
+        rows_RH, row_idx, counts_E = init_routing(x_TH, ids_TK, self.num_experts, (0, self.num_experts))
+        return Dispatched(rows_RH, counts_E, _State(weights_TK, row_idx))
+
+    def combine(self, y_RH: torch.Tensor, state: _State) -> torch.Tensor:
+        return finalize_routing(y_RH, state.weights_TK, state.row_idx)
+
+    def reduce(self, y_TH: torch.Tensor) -> torch.Tensor:
+        return self.group.all_reduce(y_TH)

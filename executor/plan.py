@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decide once: config x model x platform -> a frozen Plan, with a reason per decision.
+
+Nothing after this asks "which mode are we in": the plan says how the model is built and how a run is scheduled, and
+``--explain`` prints it. Planning needs no weights and no card, and reports everything that cannot work.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from executor.blueprint import Blueprint
+from executor.config import RunConfig
+from executor.errors import UserError
+from executor.kv_cache import scratch_blocks
+from executor.layers.decoder import CausalLM
+from executor.layers.storage import Storage
+from executor.memory import MemoryPlan, kv_block_bytes, plan_blocks, require_fit, weight_bytes, workspace_bytes
+from executor.model_config import ModelConfig
+from executor.moe.strategy import Choice, choose
+from executor.parallel.groups import planned_groups
+from executor.platform.features import GIB, Features
+
+
+@dataclass(frozen=True)
+class Decision:
+    what: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    run: RunConfig
+    features: Features
+    blueprint: Blueprint
+    batch_size: int
+    max_seq_len: int
+    memory: MemoryPlan
+    decisions: tuple[Decision, ...]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.blueprint.config
+
+    @property
+    def block_size(self) -> int:
+        return self.run.scheduler.block_size
+
+    @property
+    def max_blocks(self) -> int:
+        """Cache blocks of the longest sequence."""
+        return -(-self.max_seq_len // self.block_size)
+
+
+def make_plan(
+    run: RunConfig, config: ModelConfig, features: Features, build_model: Callable[[Blueprint], CausalLM]
+) -> Plan:
+    """Raises UserError if the layout is illegal for this model, or the run would not fit in memory."""
+    dtype, why_dtype = _dtype(run, config, features)
+    max_seq_len, why_length = _max_seq_len(run, config)
+    sizes = {name: getattr(run.parallel, f"{name}_size") for name in _GROUPS}
+    groups = planned_groups(0, **sizes)
+    choices = _moe_choices(run, config, features)
+    blueprint = Blueprint(
+        config=config,
+        groups=groups,
+        storage=Storage(dtype, torch.device("meta"), features.out_in_order),
+        max_positions=-(-max_seq_len // run.scheduler.block_size) * run.scheduler.block_size,
+        moe_strategy=choices[0][1].strategy if choices else "tp",
+        balanced_gate=run.model.force_eplb,
+    )
+    batch_size = run.scheduler.batch_size // run.parallel.attn_dp_size
+    if run.scheduler.max_prefill_tokens <= batch_size:
+        raise UserError(
+            f"scheduler_config.max_prefill_tokens={run.scheduler.max_prefill_tokens} must exceed the batch of "
+            f"{batch_size} per rank: a step carries one token of each running answer besides the prompt's"
+        )
+    memory = _memory(run, blueprint, features, batch_size, build_model(blueprint))
+    decisions = [
+        Decision("model", f"{run.model.model_name} ({config.model_type})", _shape(config)),
+        Decision("platform", features.name, f"model_config.platform_version={run.model.platform_version}"),
+        Decision("dtype", str(dtype).removeprefix("torch."), why_dtype),
+        Decision("exe_mode", run.model.exe_mode, "model_config.exe_mode"),
+        *_layout_decisions(run, config),
+        *(Decision(f"MoE strategy, {phase}", choice.strategy, choice.reason) for phase, choice in choices),
+        Decision("weight order", "[out, in]" if features.out_in_order else "[in, out]", _why_order(features)),
+        Decision("max_seq_len", f"{max_seq_len} tokens", why_length),
+        Decision("decode batch", f"{batch_size} rows", "batch_size / attn_dp_size; the shape is the same in every step"),
+        Decision(
+            "prefill step",
+            f"<= {run.scheduler.max_prefill_tokens} tokens",
+            "scheduler_config.max_prefill_tokens; longer prompts are chunked",
+        ),
+        *_memory_decisions(run, features, memory),
+    ]
+    return Plan(
+        run=run,
+        features=features,
+        blueprint=blueprint,
+        batch_size=batch_size,
+        max_seq_len=max_seq_len,
+        memory=memory,
+        decisions=tuple(decisions),
+    )
+
+
+_GROUPS = ("attn_tp", "attn_dp", "dense_tp", "moe_tp", "moe_ep", "embed_tp", "lmhead_tp")
+
+
+def _shape(config: ModelConfig) -> str:
+    text = f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads"
+    text += f" over {config.num_key_value_heads} KV heads of {config.head_dim}"
+    if config.moe is not None and config.moe_layers:
+        text += f", {config.moe.num_experts} experts, top {config.moe.num_experts_per_tok}"
+    return text
+
+
+def _dtype(run: RunConfig, config: ModelConfig, features: Features) -> tuple[torch.dtype, str]:
+    name, reason = run.model.dtype, "model_config.dtype"
+    if name == "auto":
+        name, reason = config.dtype or "bfloat16", "dtype of config.json"  # type: ignore[assignment]
+    if name not in features.float_types:
+        raise UserError(
+            f"model_config.dtype={name} does not run on {features.name}; one of {', '.join(features.float_types)}"
+        )
+    return getattr(torch, name), reason
+
+
+def _max_seq_len(run: RunConfig, config: ModelConfig) -> tuple[int, str]:
+    wanted, most = run.scheduler.max_seq_len, config.context_length
+    if wanted is None:
+        return most, "context length of the model"
+    if wanted > most:
+        raise UserError(
+            f"scheduler_config.max_seq_len={wanted} exceeds the model's context of {most}; lower it, or extend the "
+            "context with model_config.rope_scaling (YaRN)"
+        )
+    return wanted, "scheduler_config.max_seq_len"
+
+
+def _moe_choices(run: RunConfig, config: ModelConfig, features: Features) -> list[tuple[str, Choice]]:
+    if config.moe is None or not config.moe_layers:
+        return []
+    facts = dict(
+        moe_ep=run.parallel.moe_ep_size,
+        attn_dp=run.parallel.attn_dp_size,
+        top_k=config.moe.num_experts_per_tok,
+        has_mc2=features.has_mc2,
+    )
+    return [("prefill", choose("prefill", **facts)), ("decode", choose("decode", **facts))]  # type: ignore[arg-type]
+
+
+def _layout_decisions(run: RunConfig, config: ModelConfig) -> list[Decision]:
+    parallel = run.parallel
+    if parallel.world_size == 1:
+        return [Decision("layout", "one device", "parallel_config.world_size=1")]
+    sizes = {name: getattr(parallel, f"{name}_size") for name in _GROUPS}
+    layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    decisions = [Decision("layout", layout, f"parallel_config, {parallel.world_size} ranks")]
+    if parallel.attn_tp_size > config.num_key_value_heads:
+        copies = parallel.attn_tp_size // config.num_key_value_heads
+        decisions.append(Decision("KV heads", "1 per rank", f"replicated {copies} times: fewer KV heads than ranks"))
+    return decisions
+
+
+def _why_order(features: Features) -> str:
+    if features.out_in_order:
+        return "few-token matmuls read [out, in] rows faster on a CPU"
+    return "a [out, in] weight costs a Transpose node per use in a GE graph"
+
+
+def _memory(
+    run: RunConfig, blueprint: Blueprint, features: Features, batch_size: int, model: CausalLM
+) -> MemoryPlan:
+    config, groups, scheduler = blueprint.config, blueprint.groups, run.scheduler
+    itemsize = blueprint.storage.dtype.itemsize
+    per_sequence = blueprint.max_positions // scheduler.block_size
+    scratch = scratch_blocks(batch_size, scheduler.block_size)
+    memory = plan_blocks(
+        weights=weight_bytes(model),
+        kv_block=kv_block_bytes(config, groups, scheduler.block_size, itemsize),
+        # the model's dtype once, gathered, and a float32 copy for the sampler
+        logits=batch_size * config.vocab_size * (itemsize + 4),
+        workspace=workspace_bytes(config, groups, max(scheduler.max_prefill_tokens, batch_size), itemsize),
+        budget=int(features.memory_bytes * scheduler.mem_fraction_static),
+        wanted=scheduler.num_blocks or batch_size * per_sequence + scratch,
+        smallest=scheduler.num_blocks or scratch + 1,
+    )
+    changes = []
+    if run.parallel.world_size > 1 or features.device_type == "npu":
+        changes.append("more ranks (larger attn_tp_size, moe_tp_size or moe_ep_size, dense_tp_size)")
+    if memory.workspace > GIB // 4:
+        changes.append(f"scheduler_config.max_prefill_tokens below {scheduler.max_prefill_tokens}")
+    if scheduler.num_blocks:
+        changes.append(f"scheduler_config.num_blocks below {scheduler.num_blocks}")
+    if itemsize > 2:
+        changes.append("model_config.dtype=bfloat16")
+    if scheduler.mem_fraction_static < 0.95:
+        changes.append(f"scheduler_config.mem_fraction_static above {scheduler.mem_fraction_static}")
+    require_fit(memory, features, changes or ["a smaller model"])
+    return memory
+
+
+def _memory_decisions(run: RunConfig, features: Features, memory: MemoryPlan) -> list[Decision]:
+    def gib(size: int) -> str:
+        return f"{size / GIB:.2f} GiB" if size >= GIB // 100 else f"{size / (1 << 20):.2f} MiB"
+
+    scratch = scratch_blocks(run.scheduler.batch_size // run.parallel.attn_dp_size, run.scheduler.block_size)
+    tokens = (memory.num_blocks - scratch) * run.scheduler.block_size
+    return [
+        Decision("weights", gib(memory.weights), "per rank, counted on the meta device"),
+        Decision("KV cache", gib(memory.kv_cache), f"{memory.num_blocks} blocks, room for {tokens} tokens"),
+        Decision("logits", gib(memory.logits), "one row per decode row, model dtype and float32"),
+        Decision("workspace", gib(memory.workspace), "activations of the widest point of a prefill step, estimated"),
+        Decision(
+            "memory",
+            f"{gib(memory.total)} of {gib(memory.budget)}",
+            f"fits: mem_fraction_static {run.scheduler.mem_fraction_static} of {features.memory_source}",
+        ),
+    ]

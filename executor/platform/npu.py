@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only place that imports torch_npu for a real run: is there a card, and which product is it."""
+
+import importlib.util
+import os
+
+
+def detect() -> str | None:
+    """``a2``, ``a3`` or ``950`` if an NPU can be used from this process, else None.
+
+    Product names are as ``torch.npu.get_device_name`` gives them: Ascend910B* is Atlas A2, Ascend910_93* is Atlas A3,
+    Ascend950* and Ascend910_95* are the 950 series. Not run on a card yet.
+
+    Raises:
+        RuntimeError: there is a card, but of a product that this project does not know.
+    """
+    if importlib.util.find_spec("torch_npu") is None or not os.path.exists("/dev/davinci_manager"):
+        return None
+    import torch
+    import torch_npu  # noqa: F401  # registers torch.npu and the npu:: operators
+
+    if not torch.npu.is_available():
+        return None
+    name = torch.npu.get_device_name(0)
+    for prefix, product in (("Ascend910B", "a2"), ("Ascend910_93", "a3"), ("Ascend950", "950"), ("Ascend910_95", "950")):
+        if name.startswith(prefix):
+            return product
+    raise RuntimeError(f"unknown NPU {name!r}: set model_config.platform_version to a2, a3 or 950")

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a weight format must know about a linear layer: which tensors it needs, where they are in a checkpoint, and
+how to multiply with them. One file per format implements it; layers only hold a scheme and ask it.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from executor.layers.storage import Storage
+    from executor.weights import Slot
+
+
+class LinearScheme(Protocol):
+    def declare(self, layer: nn.Module, in_features: int, out_features: int, storage: "Storage") -> None:
+        """Register this format's parameters on ``layer`` for a local ``[in_features, out_features]`` matrix."""
+
+    def slots(
+        self, layer: nn.Module, name: str, rows: slice, shape: tuple[int, int], index: tuple[slice, slice]
+    ) -> Iterator[tuple[str, "Slot"]]:
+        """Where ``name``'s tensors come from: ``rows`` of the layer's outputs hold ``index`` of the ``[out, in]``
+        matrix of ``shape`` on disk."""
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``[T, in] -> [T, out]``."""

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain floating-point weights."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from executor.layers.storage import Storage
+from executor.weights import Slot
+
+
+class UnquantizedLinear:
+    """One ``weight [in, out]`` in the model's dtype; on disk ``<name>.weight [out, in]``."""
+
+    def declare(self, layer: nn.Module, in_features: int, out_features: int, storage: Storage) -> None:
+        layer.weight = storage.matrix(in_features, out_features)
+
+    def slots(
+        self, layer: nn.Module, name: str, rows: slice, shape: tuple[int, int], index: tuple[slice, slice]
+    ) -> Iterator[tuple[str, Slot]]:
+        yield f"{name}.weight", Slot(layer.weight, layer.weight.data.t()[rows], shape, index)
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.matmul(x, layer.weight) if bias is None else torch.addmm(bias, x, layer.weight)

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says about itself: a table on screen and the same as JSON, and the plan as a table."""
+
+import json
+import os
+import platform
+import resource
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from executor.generation import Answer, Tally
+from executor.plan import Plan
+from executor.platform.features import GIB
+from executor.weights import LoadReport
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Nearest-rank percentile of a non-empty list."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _milliseconds(seconds: list[float]) -> dict[str, float] | None:
+    if not seconds:
+        return None
+    mean = sum(seconds) / len(seconds)
+    return {
+        "mean_ms": 1e3 * mean,
+        "p50_ms": 1e3 * percentile(seconds, 0.5),
+        "p99_ms": 1e3 * percentile(seconds, 0.99),
+    }
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Largest memory in use so far: of the device on an NPU, resident memory of this process on a CPU."""
+    if device.type == "npu":
+        return int(torch.npu.max_memory_allocated())  # type: ignore[attr-defined]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def summarize(plan: Plan, device: torch.device, load: LoadReport, answers: list[Answer], tally: Tally) -> dict[str, Any]:
+    """The figures of a run.
+
+    TTFT counts from the call of ``generate`` and so includes queueing, which is also given alone. TPOT is the time
+    between two tokens of one answer, over all such pairs, so p99 shows a stall that a per-answer mean would hide.
+    """
+    gaps = [b - a for answer in answers for a, b in zip(answer.token_times, answer.token_times[1:])]
+    output_tokens = sum(len(answer.output) for answer in answers)
+    return {
+        "model": plan.run.model.model_name,
+        "device": plan.features.name,
+        "torch": torch.__version__,
+        "host": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "mode": plan.run.model.exe_mode,
+        "dtype": str(plan.blueprint.storage.dtype).removeprefix("torch."),
+        "requests": len(answers),
+        "prompt_tokens": sum(answer.prompt_tokens for answer in answers),
+        "output_tokens": output_tokens,
+        "queue": _milliseconds([answer.started for answer in answers]),
+        "ttft": _milliseconds([answer.ttft for answer in answers]),
+        "tpot": _milliseconds(gaps),
+        "output_tokens_per_second": output_tokens / tally.seconds if tally.seconds else 0.0,
+        "prefill_steps": tally.prefill_steps,
+        "prefill_seconds": tally.prefill_seconds,
+        "decode_steps": tally.decode_steps,
+        "decode_seconds": tally.decode_seconds,
+        "load_seconds": load.seconds,
+        "load_bytes": load.bytes_read,
+        "peak_memory_bytes": peak_memory_bytes(device),
+        "planned_memory_bytes": plan.memory.total,
+    }
+
+
+def print_summary(console: Console, figures: dict[str, Any]) -> None:
+    def times(value: dict[str, float] | None) -> str:
+        if value is None:
+            return "-"
+        return f"mean {value['mean_ms']:.1f}  p50 {value['p50_ms']:.1f}  p99 {value['p99_ms']:.1f} ms"
+
+    table = Table("figure", "value", title=f"{figures['model']} on {figures['device']}")
+    rows = {
+        "mode, dtype": f"{figures['mode']}, {figures['dtype']}, {figures['threads']} threads",
+        "requests": f"{figures['requests']}",
+        "tokens": f"{figures['prompt_tokens']} prompt, {figures['output_tokens']} output",
+        "TTFT": times(figures["ttft"]),
+        "  of it queue": times(figures["queue"]),
+        "TPOT": times(figures["tpot"]),
+        "output tokens/s": f"{figures['output_tokens_per_second']:.1f}",
+        "steps": f"{figures['prefill_steps']} prefill ({figures['prefill_seconds']:.2f} s), "
+        f"{figures['decode_steps']} decode ({figures['decode_seconds']:.2f} s)",
+        "load": f"{figures['load_bytes'] / GIB:.3f} GiB in {figures['load_seconds']:.2f} s",
+        "memory": f"peak {figures['peak_memory_bytes'] / GIB:.2f} GiB, planned {figures['planned_memory_bytes'] / GIB:.2f} GiB",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table)
+
+
+def print_plan(console: Console, plan: Plan) -> None:
+    table = Table("decision", "value", "reason", title=f"plan of {plan.run.model.model_name}")
+    for decision in plan.decisions:
+        table.add_row(decision.what, decision.value, decision.reason)
+    console.print(table)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write ``content`` so that ``path`` holds either all of it or what it held before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2, ensure_ascii=False)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

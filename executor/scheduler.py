@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of which requests go into the next step.
+
+A fixed number of rows serves any number of requests: a finished row is refilled from the queue, first come first
+served, as soon as the cache has blocks for the whole of the next request (prompt and answer), so a running answer can
+never run out of cache and a long one holds up nobody else. A prefill step carries prompt chunks, at most
+``max_prefill_tokens`` tokens, and one token of each running answer; a decode step has the same shape every time.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from executor.batch import Batch, Span, build_batch
+from executor.errors import UserError
+from executor.kv_cache import BlockPool, scratch_blocks
+from executor.sampler import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """``prompt`` ids, how long the answer may become, what ends it, and how its tokens are chosen."""
+
+    prompt: list[int]
+    max_new_tokens: int
+    eos_ids: frozenset[int] = frozenset()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+
+class Sequence:
+    """A request in a row: its cache blocks, and how far it is."""
+
+    def __init__(self, number: int, request: Request, max_new_tokens: int, blocks_needed: int) -> None:
+        self.number = number
+        self.request = request
+        self.max_new_tokens = max_new_tokens
+        self.blocks_needed = blocks_needed
+        self.blocks: list[int] = []
+        self.output: list[int] = []
+        self.num_cached = 0  # tokens whose keys and values are in the cache
+        self.generator = request.sampling.generator()
+
+    @property
+    def ids(self) -> list[int]:
+        return self.request.prompt + self.output
+
+    @property
+    def prompt_left(self) -> int:
+        return max(0, len(self.request.prompt) - self.num_cached)
+
+    def span(self, count: int) -> Span:
+        """The next ``count`` tokens; logits are wanted when they reach the end of what is known."""
+        if self.prompt_left:
+            ids = self.request.prompt[self.num_cached : self.num_cached + count]
+        else:
+            ids = self.output[-1:]
+        known = len(self.request.prompt) + len(self.output)
+        return Span(ids, self.num_cached, self.blocks, self.num_cached + len(ids) == known)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch, the sequences whose next token it computes, their rows in its logits and in its tokens, and what it
+    adds to the cache."""
+
+    batch: Batch
+    sequences: list[Sequence]
+    rows: torch.Tensor
+    token_rows: torch.Tensor
+    cached: list[tuple[Sequence, int]]
+    num_prompt_tokens: int
+
+
+class Scheduler:
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        num_blocks: int,
+        block_size: int,
+        max_seq_len: int,
+        max_prefill_tokens: int,
+        causal_mask: torch.Tensor,
+    ) -> None:
+        self.block_size = block_size
+        self.max_seq_len = max_seq_len
+        self.max_blocks = -(-max_seq_len // block_size)
+        self.max_prefill_tokens = max_prefill_tokens
+        self.causal_mask = causal_mask
+        self.pool = BlockPool(num_blocks, scratch_blocks(batch_size, block_size))
+        self.rows: list[Sequence | None] = [None] * batch_size
+        self.waiting: deque[Sequence] = deque()
+        self._count = 0
+
+    def add(self, request: Request) -> Sequence:
+        """Queue ``request``. Raises UserError if it can never be served."""
+        length, number = len(request.prompt), self._count
+        if length == 0:
+            raise UserError(f"prompt {number + 1} is empty")
+        if length >= self.max_seq_len:
+            raise UserError(
+                f"prompt {number + 1} has {length} tokens, which leaves no room for an answer in max_seq_len="
+                f"{self.max_seq_len}; shorten it, set data_config.input_truncated_len, or raise scheduler_config.max_seq_len"
+            )
+        new_tokens = min(request.max_new_tokens, self.max_seq_len - length)
+        blocks = -(-(length + new_tokens) // self.block_size)
+        if blocks > self.pool.capacity:
+            raise UserError(
+                f"prompt {number + 1} with its answer ({length} + {new_tokens} tokens) needs {blocks} cache blocks, the "
+                f"cache has {self.pool.capacity}; raise scheduler_config.num_blocks or lower max_new_tokens"
+            )
+        sequence = Sequence(number, request, new_tokens, blocks)
+        self._count += 1
+        self.waiting.append(sequence)
+        return sequence
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [sequence for sequence in self.rows if sequence is not None]
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def finish(self, sequence: Sequence) -> None:
+        """Free the row and the blocks of ``sequence``."""
+        self.rows[self.rows.index(sequence)] = None
+        self.pool.give_back(sequence.blocks)
+        sequence.blocks = []
+
+    def check(self) -> None:
+        """Raises RuntimeError if a cache block is lost or shared."""
+        self.pool.check(sequence.blocks for sequence in self.running)
+
+    def next_step(self) -> Step:
+        """Admit what fits, then build the next batch. There must be something to do."""
+        self._admit()
+        if any(sequence.prompt_left for sequence in self.running):
+            return self._prefill_step()
+        return self._decode_step()
+
+    def _admit(self) -> None:
+        for row, occupant in enumerate(self.rows):
+            if occupant is None and self.waiting and self.waiting[0].blocks_needed <= self.pool.num_free:
+                sequence = self.waiting.popleft()
+                sequence.blocks = self.pool.take(sequence.blocks_needed)
+                self.rows[row] = sequence
+
+    def _prefill_step(self) -> Step:
+        left = self.max_prefill_tokens - sum(not sequence.prompt_left for sequence in self.running)
+        spans: list[tuple[Sequence, Span]] = []
+        for sequence in self.running:
+            if not sequence.prompt_left:
+                spans.append((sequence, sequence.span(1)))
+        for sequence in sorted(self.running, key=lambda s: s.number):
+            if sequence.prompt_left and left > 0:
+                spans.append((sequence, sequence.span(left)))
+                left -= len(spans[-1][1].ids)
+        wanting = [sequence for sequence, span in spans if span.wants_logits]
+        prompt_tokens = sum(len(span.ids) for sequence, span in spans if sequence.prompt_left)
+        batch = self._build("prefill", [span for _, span in spans])
+        everything = torch.arange(batch.num_tokens)
+        cached = [(sequence, len(span.ids)) for sequence, span in spans]
+        return Step(batch, wanting, torch.arange(len(wanting)), everything, cached, prompt_tokens)
+
+    def _decode_step(self) -> Step:
+        live = self.running
+        spans = [self._dead(row) if sequence is None else sequence.span(1) for row, sequence in enumerate(self.rows)]
+        rows = torch.tensor([row for row, sequence in enumerate(self.rows) if sequence is not None])
+        return Step(self._build("decode", spans), live, rows, rows, [(sequence, 1) for sequence in live], 0)
+
+    def _dead(self, row: int) -> Span:
+        """A row without a request: token 0 at a scratch slot of its own."""
+        block, offset = divmod(row, self.block_size)
+        return Span([0], offset, [block], True)
+
+    def _build(self, phase: str, spans: Iterable[Span]) -> Batch:
+        return build_batch(
+            "prefill" if phase == "prefill" else "decode",
+            list(spans),
+            block_size=self.block_size,
+            max_blocks=self.max_blocks,
+            causal_mask=self.causal_mask if phase == "prefill" else None,
+        )

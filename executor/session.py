@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run from config to loaded runner, and from prompts to requests: what every command needs."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from executor.config import RunConfig
+from executor.errors import UserError
+from executor.generation import new_scheduler
+from executor.model_config import read_config_json
+from executor.model_runner import ModelRunner, plan_run
+from executor.plan import Plan
+from executor.sampler import SamplingParams, warn_if_greedy_thinking
+from executor.scheduler import Request
+from executor.text import Prompt, TextCodec
+from executor.weights import LoadReport
+
+
+@dataclass
+class Session:
+    """A plan, its tokenizer and its sampling defaults; the model is loaded by ``load``."""
+
+    plan: Plan
+    runner_kind: type[ModelRunner]
+    codec: TextCodec
+    sampling: SamplingParams
+
+    @classmethod
+    def open(cls, run: RunConfig) -> "Session":
+        """Plan, read the tokenizer, resolve sampling. Raises UserError for all that can be known without weights."""
+        kind, plan = plan_run(run)
+        if run.model.model_path is None:
+            raise UserError(
+                f"model_config.model_path is not set, so there is no tokenizer and no checkpoint of {run.model.model_name}; "
+                "add --set model_config.model_path=DIR, or --explain to only check the recipe"
+            )
+        folder = run.model.config_dir
+        generation = folder / "generation_config.json"
+        recommended = read_config_json(generation) if generation.exists() else {}
+        codec = TextCodec.load(folder, list(plan.config.eos_token_ids) or None, recommended)
+        wanted = run.sampling.model_dump(exclude={"ignore_eos", "stop"})
+        return cls(plan, kind, codec, SamplingParams.resolve(recommended, wanted))
+
+    def advice(self) -> list[str]:
+        """Warnings that should be read but stop nothing."""
+        greedy = warn_if_greedy_thinking(self.sampling, self.plan.run.model.enable_thinking)
+        no_end = None if self.codec.eos_ids else "no end-of-sequence id in config.json, generation_config.json or tokenizer"
+        return [line for line in (greedy, no_end) if line]
+
+    @property
+    def vocab_limit(self) -> int:
+        return min(self.codec.vocab_limit, self.plan.config.vocab_size)
+
+    def requests(self, prompts: Iterable[Prompt]) -> list[Request]:
+        """Encode ``prompts``. Raises UserError if one is empty or can never be served by this plan."""
+        run = self.plan.run
+        eos = frozenset() if run.sampling.ignore_eos else self.codec.eos_ids
+        requests = []
+        trial = new_scheduler(self.plan, torch.empty(0))  # only asked whether it would accept
+        for number, prompt in enumerate(prompts):
+            ids = self._encode(prompt)
+            if run.data.input_truncated_len is not None:
+                ids = ids[-run.data.input_truncated_len :]
+            if ids and max(ids) >= self.plan.config.vocab_size:
+                raise UserError(
+                    f"prompt {number + 1} has token id {max(ids)}, but config.json says vocab_size="
+                    f"{self.plan.config.vocab_size}: tokenizer and model do not belong together"
+                )
+            seed = None if self.sampling.seed is None else self.sampling.seed + number
+            request = Request(
+                prompt=ids,
+                max_new_tokens=prompt.max_new_tokens or run.scheduler.max_new_tokens,
+                eos_ids=eos,
+                sampling=dataclasses.replace(self.sampling, seed=seed),
+            )
+            trial.add(request)
+            requests.append(request)
+        return requests
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        data = self.plan.run.data
+        messages = list(prompt.messages) if prompt.messages is not None else None
+        if messages is None and not data.chat_template:
+            return self.codec.encode_raw(prompt.text or "")
+        if messages is None:
+            messages = [{"role": "user", "content": prompt.text or ""}]
+        if data.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": data.system_prompt}, *messages]
+        return self.codec.encode_chat(messages, self.plan.run.model.enable_thinking)
+
+    def load(self, console: Console) -> tuple[ModelRunner, LoadReport]:
+        """Build the model and fill it, with a progress bar on ``console``."""
+        runner = self.runner_kind(self.plan)
+        columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("loading", total=None)
+            report = runner.load_weights(lambda done, total: progress.update(task, completed=done, total=total))
+        for warning in report.warnings:
+            console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+        return runner, report
+
+
+def output_path(run: RunConfig, name: str) -> Path:
+    """``<output_config.dir>/<model_name>/<name>``."""
+    return run.output.path / run.model.model_name / name
+
+
+def identity(run: RunConfig) -> dict[str, Any]:
+    """The recipe as it was run, for reports."""
+    return run.to_mapping()
