@@ -105,8 +105,8 @@ class ModelSection(Section):
         """The name becomes a directory of results and of compiled graphs, which must not lead elsewhere."""
         if self.model_name in (".", "..") or set(self.model_name) & set("/\\\0"):
             raise UserError(
-                f"model_config.model_name={show(self.model_name)} must be usable as a directory name, without "
-                "slashes; a location belongs in model_config.model_path"
+                f"model_config.model_name={show(self.model_name)} must be a directory name, "
+                "without slashes; a location belongs in model_config.model_path"
             )
         return self
 

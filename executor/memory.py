@@ -37,11 +37,8 @@ class MemoryPlan:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all distinct parameters and buffers (a tied head is counted once)."""
-    tensors = {t.data_ptr() or id(t): t for t in (*model.parameters(), *model.buffers())}
-    if getattr(model, "shares_head", False):  # on meta both have no address
-        tensors.pop(id(model.lm_head.weight), None)  # type: ignore[union-attr]
-    return sum(t.numel() * t.element_size() for t in tensors.values())
+    """Bytes of all parameters and buffers. A tied head is a view of the embedding and has none of its own."""
+    return sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
 
 
 def kv_block_bytes(config: ModelConfig, groups: Groups, block_size: int, itemsize: int) -> int:

@@ -139,7 +139,7 @@ def penalize(logits_V: torch.Tensor, history: Sequence[int], penalty: float) -> 
     """
     if penalty == 1.0 or not history:
         return logits_V
-    seen = torch.tensor(history, dtype=torch.int64, device=logits_V.device).unique()
+    seen = torch.tensor(history, dtype=torch.int64, device=logits_V.device)
     seen = seen[seen < logits_V.shape[0]]
     value = logits_V[seen]
     return logits_V.index_copy(0, seen, torch.where(value < 0, value * penalty, value / penalty))
@@ -184,7 +184,7 @@ def _nucleus(probs_K: torch.Tensor, top_p: float) -> torch.Tensor:
     candidates = keep.nonzero().flatten().flip(0)  # of equal tokens the highest id goes first
     ascending, order = probs_K[candidates].sort(stable=True)
     out = mass_out + ascending.double().cumsum(0) <= spare
-    out[-1] = False
+    out[-1] = False  # rounding can leave the whole mass at or below spare
     keep[candidates[order[out]]] = False
     return keep
 

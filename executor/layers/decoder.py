@@ -98,7 +98,7 @@ class CausalLM(nn.Module):
         """Give the head memory of its own, to be filled from the checkpoint's ``lm_head.weight``."""
         self.tie_word_embeddings = False
         if self.shares_head:
-            self.lm_head.weight = nn.Parameter(torch.empty_like(self.lm_head.weight), requires_grad=False)
+            self.lm_head.untie()
             self.shares_head = False
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:

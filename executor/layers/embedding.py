@@ -44,6 +44,8 @@ class VocabParallelEmbedding(nn.Module):
 class LMHead(nn.Module):
     """``[rows, hidden] -> logits [rows, vocab]`` in the model's dtype, gathered from the ranks' parts."""
 
+    weight: torch.Tensor
+
     def __init__(self, vocab_size: int, hidden_size: int, group: Group, storage: Storage) -> None:
         super().__init__()
         self.group = group
@@ -55,8 +57,13 @@ class LMHead(nn.Module):
         """Use the embedding's own memory if both are split alike; returns whether they now share it."""
         if embedding.mine != self.mine:
             return False
-        self.weight = nn.Parameter(embedding.weight.data.t(), requires_grad=False)
+        del self.weight  # no parameter of its own any more: a view of the embedding's
+        self.weight = embedding.weight.data.t()
         return True
+
+    def untie(self) -> None:
+        """Memory of its own again, uninitialised."""
+        self.weight = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = torch.matmul(x, self.weight)

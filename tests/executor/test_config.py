@@ -205,7 +205,7 @@ def test_derived_paths():
         ),
         (
             {"model_config": {"model_name": "Qwen/Qwen3-8B"}},
-            'model_config.model_name="Qwen/Qwen3-8B" must be usable as a directory name, without slashes; '
+            'model_config.model_name="Qwen/Qwen3-8B" must be a directory name, without slashes; '
             "a location belongs in model_config.model_path",
         ),
         (

@@ -217,6 +217,14 @@ def test_of_ties_at_the_border_of_top_p_the_lowest_ids_stay(top_p):
     assert ids.tolist() == list(range(int((library_probs(logits, params, []) > 0).sum())))
 
 
+def test_a_top_p_below_rounding_keeps_the_likeliest_token():
+    for seed in range(20):  # in fp32 some of these rows add up to less than 1 - 1e-12
+        logits = random_logits(seed, 50, 1.0)
+        ids, probs = distribution(logits, SamplingParams(temperature=1.0, top_p=1e-12))
+        assert ids.tolist() == [int(logits.argmax())]
+        assert probs.tolist() == [1.0]
+
+
 def test_repetition_penalty_alone_equals_transformers_and_leaves_the_row_alone():
     logits = random_logits(8, 30, 2.0)
     before = logits.clone()

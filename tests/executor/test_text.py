@@ -2,6 +2,7 @@
 """Prompts, templates, streaming and stop strings against whole-text oracles and golden strings."""
 
 import importlib.util
+import itertools
 import json
 from functools import cache
 from pathlib import Path
@@ -264,12 +265,7 @@ def first_stop(text: str, stop: list[str]) -> int | None:
     return None
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    pieces=st.lists(st.text("abc", max_size=5), max_size=8),
-    stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-)
-def test_stop_matcher_equals_a_search_of_the_whole_text(pieces, stop):
+def check_stop(pieces: list[str], stop: list[str]) -> None:
     text, matcher, out, seen, stopped = "".join(pieces), StopMatcher(stop), "", "", False
     for piece in pieces:
         emitted, stopped = matcher.push(piece)
@@ -283,6 +279,25 @@ def test_stop_matcher_equals_a_search_of_the_whole_text(pieces, stop):
     assert stopped == (cut is not None)
     assert out == text[:cut]
     assert not any(s in out for s in stop)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    pieces=st.lists(st.text("abc", max_size=5), max_size=8),
+    stop=st.lists(st.text("ab", min_size=2, max_size=4), max_size=3),
+)
+def test_stop_matcher_equals_a_search_of_the_whole_text(pieces, stop):
+    check_stop(pieces, stop)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 6])
+def test_stop_matcher_on_every_text_of_six_letters(width):
+    """All texts over two letters, cut in pieces of ``width``, against all pairs of short stop strings."""
+    stops = ["".join(s) for n in (1, 2, 3) for s in itertools.product("ab", repeat=n)]
+    for letters in itertools.product("ab", repeat=6):
+        pieces = ["".join(letters[i : i + width]) for i in range(0, 6, width)]
+        for pair in itertools.combinations(stops, 2):
+            check_stop(pieces, list(pair))
 
 
 def test_stop_matcher_by_hand():

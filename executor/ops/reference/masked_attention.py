@@ -19,6 +19,7 @@ FULL, LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL = 0, 2, 3  # the values of sparse_mode t
 COMPRESSED_SIDE = 2048  # of the causal mask, whatever the lengths
 # queries per step: bounds the scores to 128 * Nq * Skv elements, and skips keys that no row of the step sees
 _QUERY_ROWS = 128
+_KEY_TILE = 512  # keys in fp32 at a time
 
 
 class Visibility(NamedTuple):
@@ -35,6 +36,23 @@ class Visibility(NamedTuple):
             return None
         last_seen = torch.arange(rows.start, rows.stop) + self.diagonal
         return torch.arange(seen) > last_seen.unsqueeze(1)
+
+
+def _scores(query_NRD: Tensor, key_SND: Tensor) -> Tensor:
+    """[N, R, S] in the query's dtype. Keys are converted a tile at a time: it is used while still in cache."""
+    if key_SND.shape[0] == 0:
+        return query_NRD.new_empty(*query_NRD.shape[:2], 0)
+    tiles = (tile.to(query_NRD.dtype).permute(1, 2, 0) for tile in key_SND.split(_KEY_TILE))
+    return torch.cat([torch.bmm(query_NRD, tile) for tile in tiles], dim=-1)
+
+
+def _mix(weights_NRS: Tensor, value_SND: Tensor) -> Tensor:
+    """[N, R, D] in the weights' dtype: the values weighted by the probabilities, tile by tile."""
+    heads, rows, _ = weights_NRS.shape
+    total = weights_NRS.new_zeros(heads, rows, value_SND.shape[-1])
+    for weights, tile in zip(weights_NRS.split(_KEY_TILE, dim=-1), value_SND.split(_KEY_TILE)):
+        total.baddbmm_(weights, tile.to(total.dtype).transpose(0, 1))
+    return total
 
 
 def attend(
@@ -61,8 +79,6 @@ def attend(
     (sq, heads, _), (length, kv_heads, dv) = query.shape, value.shape
     group = heads // kv_heads
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    key_NDK = key.to(work).permute(1, 2, 0)
-    value_NKD = value.to(work).transpose(0, 1)
     out = query.new_empty(sq, heads, dv)
     lse = query.new_empty(sq, heads, dtype=work) if with_lse else None
     for start in range(0, sq, _QUERY_ROWS):
@@ -73,11 +89,11 @@ def attend(
         stacked = (
             (query[rows].to(work) * scale).unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
         )
-        scores = torch.bmm(stacked, key_NDK[..., :seen]).unflatten(1, (group, n))  # [Nk, group, n, seen]
+        scores = _scores(stacked, key[:seen]).unflatten(1, (group, n))  # [Nk, group, n, seen]
         hidden = visibility.hidden(rows, seen)
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
-        result = torch.bmm(scores.softmax(-1).flatten(1, 2), value_NKD[:, :seen]).unflatten(1, (group, n))
+        result = _mix(scores.softmax(-1).flatten(1, 2), value[:seen]).unflatten(1, (group, n))
         out[rows] = result.permute(2, 0, 1, 3).flatten(1, 2).to(out.dtype)
         if lse is not None:
             lse[rows] = scores.logsumexp(-1).permute(2, 0, 1).flatten(1, 2)

@@ -15,7 +15,11 @@ from executor.ops.reference.product import get_product, set_product
 
 EPS = 1e-6
 # largest relative error of one rounding to nearest, and half the spacing of subnormals
-ROUNDOFF = {torch.float16: (2.0**-11, 2.0**-25), torch.bfloat16: (2.0**-8, 0.0), torch.float32: (2.0**-24, 0.0)}
+ROUNDOFF = {
+    torch.float16: (2.0**-11, 2.0**-25),
+    torch.bfloat16: (2.0**-8, 0.0),
+    torch.float32: (2.0**-24, 0.0),
+}
 OPS = torch.ops.npu
 
 
@@ -53,7 +57,8 @@ def hf_norm(x, gamma):
 def roundings(actual, exact):
     """The largest error, in units of one rounding to the dtype of ``actual``."""
     relative, absolute = ROUNDOFF[actual.dtype]
-    return ((actual.double() - exact).abs() / (relative * exact.abs() + absolute)).nan_to_num(0).max().item()
+    unit = (relative * exact.abs() + absolute).clamp_min(1e-300)  # an exact zero must come out as zero
+    return ((actual.double() - exact).abs() / unit).max().item()
 
 
 SHAPES = st.lists(st.integers(1, 4), min_size=0, max_size=3)
@@ -90,7 +95,13 @@ def test_rms_norm_in_fp32_and_over_several_dims():
 
 
 @settings(deadline=None, max_examples=40)
-@given(shape=SHAPES, width=st.integers(1, 160), dtype=LOW, product=st.sampled_from(["a2", "a3"]), seed=st.integers(0, 99))
+@given(
+    shape=SHAPES,
+    width=st.integers(1, 160),
+    dtype=LOW,
+    product=st.sampled_from(["a2", "a3"]),
+    seed=st.integers(0, 99),
+)
 def test_add_rms_norm_on_a2_a3_is_hf_bit_for_bit(shape, width, dtype, product, seed):
     set_product(product)
     x1, x2, gamma = tensors(shape, width, dtype, seed)
@@ -110,7 +121,7 @@ def test_add_rms_norm_on_950_rounds_once(shape, width, dtype, seed):
     exact, exact_rstd = exact_norm(x1.double() + x2.double(), gamma)
     # cancellation in the fp32 sum is exact for these magnitudes, so one rounding plus fp32 noise remains
     assert roundings(y, exact) <= 1.01
-    assert roundings(total, x1.double() + x2.double()) <= 1  # one rounding
+    assert roundings(total, x1.double() + x2.double()) <= 1.01  # one rounding after that of fp32
     torch.testing.assert_close(rstd.double().flatten(), exact_rstd, rtol=1e-6, atol=0)  # a few fp32 roundings
 
 
@@ -168,7 +179,9 @@ def test_fp64_extension_is_computed_in_fp64(product):
     exact, exact_rstd = exact_norm(x1 + x2, gamma)
     torch.testing.assert_close(y, exact, rtol=1e-14, atol=0)  # a few fp64 roundings
     torch.testing.assert_close(rstd.flatten(), exact_rstd, rtol=1e-14, atol=0)  # the same
-    torch.testing.assert_close(OPS.npu_rms_norm(x1, gamma, EPS)[0], exact_norm(x1, gamma)[0], rtol=1e-14, atol=0)  # same
+    torch.testing.assert_close(
+        OPS.npu_rms_norm(x1, gamma, EPS)[0], exact_norm(x1, gamma)[0], rtol=1e-14, atol=0
+    )  # same
 
 
 def test_our_calls_pick_the_outputs_in_order():
@@ -185,7 +198,14 @@ def test_our_calls_pick_the_outputs_in_order():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize(
-    "name", ["npu_rms_norm", "npu_add_rms_norm", "npu_add_rms_norm_cast", "npu_add_rms_norm_v2", "npu_add_rms_norm_v2_functional"]
+    "name",
+    [
+        "npu_rms_norm",
+        "npu_add_rms_norm",
+        "npu_add_rms_norm_cast",
+        "npu_add_rms_norm_v2",
+        "npu_add_rms_norm_v2_functional",
+    ],
 )
 def test_meta_equals_cpu(name, dtype):
     x1, x2, gamma = tensors((2, 3), 16, dtype, 8)
@@ -201,9 +221,9 @@ def test_bad_gamma_is_refused():
     x1, x2, gamma = tensors((4,), 32, torch.bfloat16, 9)
     with pytest.raises(ValueError, match="trailing dims"):
         OPS.npu_rms_norm(x1, gamma[:16], EPS)
-    with pytest.raises(ValueError, match="gamma is torch.float16"):
+    with pytest.raises(ValueError, match=r"gamma is torch\.float16"):
         OPS.npu_rms_norm(x1, gamma.half(), EPS)
-    with pytest.raises(ValueError, match=r"gamma is torch.float32"):
+    with pytest.raises(ValueError, match=r"gamma is torch\.float32"):
         OPS.npu_add_rms_norm(x1, x2, gamma.float(), EPS)
     with pytest.raises(ValueError, match="must agree"):
         OPS.npu_add_rms_norm(x1, x2[:2], gamma, EPS)
