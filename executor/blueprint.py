@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is needed to build a model: shapes, groups, memory order, strategies. It makes the parts; a model composes them."""
+"""All that is needed to build a model: shapes, groups, memory order, strategies. It makes the parts models compose."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

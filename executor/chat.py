@@ -41,10 +41,9 @@ def converse(session: Session, console: Console) -> None:
             stop=session.plan.run.sampling.stop,
             on_text=_write,
         )
-        _write("\n")
         history = [*messages, {"role": "assistant", "content": answers[0].text}]
 
 
-def _write(number_or_text: int | str, text: str = "") -> None:
-    sys.stdout.write(text if isinstance(number_or_text, int) else number_or_text)
+def _write(number: int, text: str, done: bool) -> None:
+    sys.stdout.write(text + "\n" * done)
     sys.stdout.flush()

@@ -23,7 +23,9 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 ConfigArgument = Annotated[Path, typer.Argument(help="recipe, one of configs/*.yaml")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="section.key=value, repeatable", metavar="KEY=VALUE")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value, repeatable", metavar="KEY=VALUE")
+]
 
 
 class OrderedPrinter:
@@ -31,36 +33,30 @@ class OrderedPrinter:
 
     def __init__(self, prompts: list[Prompt]) -> None:
         self.prompts = prompts
-        self.pending = [""] * len(prompts)
-        self.current = -1
+        self.pending = ["" for _ in prompts]
         self.done: set[int] = set()
+        self.current = 0
 
-    def text(self, number: int, text: str) -> None:
-        if self.current < 0:
-            self._open(0)
-        if number == self.current:
-            self._write(text)
-        else:
-            self.pending[number] += text
-
-    def finished(self, numbers: set[int]) -> None:
-        """``numbers`` are complete; go on to the next answer that is not."""
-        self.done |= numbers
-        if self.current < 0:
-            self._open(0)
-        while self.current in self.done:
+    def __call__(self, number: int, text: str, done: bool) -> None:
+        self.pending[number] += text
+        self.done |= {number} if done else set()
+        while self.current < len(self.prompts):
+            self._write(self.pending[self.current])
+            self.pending[self.current] = ""
+            if self.current not in self.done:
+                return
             self._write("\n")
-            if self.current + 1 == len(self.prompts):
-                break
-            self._open(self.current + 1)
+            self.current += 1
+            self.announce()
 
-    def _open(self, number: int) -> None:
-        self.current = number
-        prompt = self.prompts[number]
-        said = prompt.text if prompt.messages is None else prompt.messages[-1]["content"]
-        self._write(f"> {said}\n{self.pending[number]}")
+    def announce(self) -> None:
+        """Show the prompt whose answer comes next."""
+        if self.current < len(self.prompts):
+            prompt = self.prompts[self.current]
+            self._write(f"> {prompt.text if prompt.messages is None else prompt.messages[-1]['content']}\n")
 
-    def _write(self, text: str) -> None:
+    @staticmethod
+    def _write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
@@ -83,24 +79,15 @@ def _answer(session: Session, prompts: list[Prompt], stream: bool) -> tuple[list
         err.print(f"note: {line}", style="yellow", soft_wrap=True)
     runner, load = session.load(err)
     printer = OrderedPrinter(prompts)
-    finished: set[int] = set()
-    waiting = set(range(len(prompts)))
-
-    def after_step(scheduler) -> None:  # noqa: ANN001
-        active = {s.number for s in (*scheduler.running, *scheduler.waiting)}
-        newly = waiting - active - finished
-        if newly and stream:
-            printer.finished(newly)
-        finished.update(newly)
-
+    if stream:
+        printer.announce()
     answers, tally = generate(
         runner,
         requests,
         vocab_limit=session.vocab_limit,
         codec=session.codec,
         stop=session.plan.run.sampling.stop,
-        on_text=printer.text if stream else lambda number, text: None,
-        after_step=after_step,
+        on_text=printer if stream else lambda number, text, done: None,
     )
     return answers, summarize(session.plan, runner.device, load, answers, tally)
 

@@ -80,9 +80,7 @@ class ModelSection(Section):
         None, "Directory with config.json, weights and tokenizer; null: the shipped shapes.", min_length=1
     )
     with_ckpt: bool = _key(True, "Load the weights; false: random weights, for timing.")
-    exe_mode: Literal["eager", "inductor", "ge_graph", "npugraph_ex"] = _key(
-        "eager", "How a decode step is executed."
-    )
+    exe_mode: Literal["eager", "inductor", "ge_graph", "npugraph_ex"] = _key("eager", "How a decode step is executed.")
     dtype: Literal["bfloat16", "float16", "float32", "float64", "auto"] = _key(
         "bfloat16", "Type of weights and activations; auto: the checkpoint's; float32, float64: CPU only."
     )
@@ -125,9 +123,7 @@ class DataSection(Section):
     """The prompts and how they become tokens."""
 
     dataset: str | None = _key(None, "Prompts: .txt with one per line, or .jsonl; null: none.", min_length=1)
-    input_truncated_len: int | None = _key(
-        None, "Longer prompts are cut to their last n tokens; null: never.", ge=1
-    )
+    input_truncated_len: int | None = _key(None, "Longer prompts are cut to their last n tokens; null: never.", ge=1)
     chat_template: bool = _key(True, "Wrap each prompt in the tokenizer's chat template.")
     system_prompt: str | None = _key(None, "System message put before each prompt; null: none.")
 
@@ -225,15 +221,11 @@ class RunConfig(Section):
 
     model: ModelSection = Field(alias="model_config", description=ModelSection.__doc__)
     data: DataSection = Field(DataSection(), alias="data_config", description=DataSection.__doc__)
-    parallel: ParallelSection = Field(
-        ParallelSection(), alias="parallel_config", description=ParallelSection.__doc__
-    )
+    parallel: ParallelSection = Field(ParallelSection(), alias="parallel_config", description=ParallelSection.__doc__)
     scheduler: SchedulerSection = Field(
         SchedulerSection(), alias="scheduler_config", description=SchedulerSection.__doc__
     )
-    sampling: SamplingSection = Field(
-        SamplingSection(), alias="sampling_config", description=SamplingSection.__doc__
-    )
+    sampling: SamplingSection = Field(SamplingSection(), alias="sampling_config", description=SamplingSection.__doc__)
     output: OutputSection = Field(OutputSection(), alias="output_config", description=OutputSection.__doc__)
 
     @classmethod

@@ -2,7 +2,8 @@
 """The loop: take a step, choose tokens, stop what is finished, until every request is answered."""
 
 import time
-from collections.abc import Callable, Sequence as Many
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +14,7 @@ from executor.sampler import Sampler
 from executor.scheduler import Request, Scheduler, Sequence, Step
 from executor.text import StopMatcher, TextCodec, TokenStream
 
-OnText = Callable[[int, str], None]
+OnText = Callable[[int, str, bool], None]
 
 
 @dataclass
@@ -94,7 +95,7 @@ def generate(
     vocab_limit: int,
     codec: TextCodec | None = None,
     stop: Many[str] = (),
-    on_text: OnText = lambda number, text: None,
+    on_text: OnText = lambda number, text, done: None,
     after_step: Callable[[Scheduler], None] = lambda scheduler: None,
 ) -> tuple[list[Answer], Tally]:
     """Answer ``requests``; the answers are in their order.
@@ -102,7 +103,7 @@ def generate(
     Args:
         vocab_limit: ids from here on do not exist in the tokenizer and are never chosen.
         codec: turns ids into text; without it answers carry ids only, and ``stop`` strings cannot be seen.
-        on_text: called with (request number, newly finished text).
+        on_text: called with (request number, newly finished text, whether the answer is complete).
         after_step: called after every step, for tests of invariants.
     Raises:
         UserError: a request cannot be served, or the model's logits are not finite.
@@ -162,6 +163,6 @@ def _listen(sequence: Sequence, token: int, ear: _Ear, answer: Answer, on_text: 
             reason = "context" if short else "length"
             text += ear.flush()
     answer.text += text
-    if text:
-        on_text(answer.number, text)
+    if text or reason:
+        on_text(answer.number, text, bool(reason))
     return reason

@@ -74,4 +74,6 @@ class BlockPool:
         """Raises RuntimeError unless the sequences' blocks and the free list are a partition of the pool."""
         owned = [block for blocks in owners for block in blocks]
         if sorted(owned + self._free) != list(range(self.scratch, self.num_blocks)) or set(owned) != self._owned:
-            raise RuntimeError(f"cache blocks leaked or shared: {len(owned)} owned, {self.num_free} free of {self.capacity}")
+            raise RuntimeError(
+                f"cache blocks leaked or shared: {len(owned)} owned, {self.num_free} free of {self.capacity}"
+            )

@@ -57,7 +57,9 @@ def workspace_bytes(config: ModelConfig, groups: Groups, tokens: int, itemsize: 
         shard_kv_heads(config.num_key_value_heads, groups.attn_tp)
     )
     attention = (heads + config.num_attention_heads // groups.attn_tp.size) * config.head_dim
-    ffn = 3 * config.intermediate_size // groups.dense_tp.size if len(config.moe_layers) < config.num_hidden_layers else 0
+    ffn = (
+        3 * config.intermediate_size // groups.dense_tp.size if len(config.moe_layers) < config.num_hidden_layers else 0
+    )
     if config.moe is not None and config.moe_layers:
         local = config.moe.moe_intermediate_size // groups.moe_tp.size
         ffn = max(ffn, config.moe.num_experts_per_tok * (2 * config.hidden_size + 3 * local))

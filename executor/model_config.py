@@ -75,7 +75,9 @@ def read_config_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; a model directory holds config.json, the safetensors shards and the tokenizer") from None
+        raise UserError(
+            f"{path}: no such file; a model directory holds config.json, the safetensors shards and the tokenizer"
+        ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(raw, dict):

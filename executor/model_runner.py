@@ -66,8 +66,8 @@ class ModelRunner(ABC):
         self.device = device(plan.features)
         if plan.run.parallel.world_size > 1:
             raise UserError(
-                f"parallel_config.world_size={plan.run.parallel.world_size}: running on several ranks is not built yet; "
-                "add --explain to check the recipe"
+                f"parallel_config.world_size={plan.run.parallel.world_size}: running on several "
+                "ranks is not built yet; add --explain to check the recipe"
             )
         set_product(plan.features.product)
         storage = dataclasses.replace(plan.blueprint.storage, device=self.device)
@@ -142,7 +142,7 @@ class ModelRunner(ABC):
 
             return look
 
-        modules = [("model.embed_tokens", self.model.embed_tokens)]
+        modules: list[tuple[str, nn.Module]] = [("model.embed_tokens", self.model.embed_tokens)]
         modules += [(f"model.layers.{i}", layer) for i, layer in enumerate(self.model.layers)]
         hooks = [module.register_forward_hook(watch(name)) for name, module in modules]
         try:
@@ -151,5 +151,7 @@ class ModelRunner(ABC):
             for hook in hooks:
                 hook.remove()
         first = found[0] if found else "lm_head"
-        hint = "; float16 overflows on Qwen3: use bfloat16" if self.plan.blueprint.storage.dtype == torch.float16 else ""
+        hint = (
+            "; float16 overflows on Qwen3: use bfloat16" if self.plan.blueprint.storage.dtype == torch.float16 else ""
+        )
         return NonFiniteLogits(f"logits are not finite; the first layer with NaN or infinity is {first}{hint}")

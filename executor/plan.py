@@ -87,7 +87,9 @@ def make_plan(
         *(Decision(f"MoE strategy, {phase}", choice.strategy, choice.reason) for phase, choice in choices),
         Decision("weight order", "[out, in]" if features.out_in_order else "[in, out]", _why_order(features)),
         Decision("max_seq_len", f"{max_seq_len} tokens", why_length),
-        Decision("decode batch", f"{batch_size} rows", "batch_size / attn_dp_size; the shape is the same in every step"),
+        Decision(
+            "decode batch", f"{batch_size} rows", "batch_size / attn_dp_size; the shape is the same in every step"
+        ),
         Decision(
             "prefill step",
             f"<= {run.scheduler.max_prefill_tokens} tokens",
@@ -171,9 +173,7 @@ def _why_order(features: Features) -> str:
     return "a [out, in] weight costs a Transpose node per use in a GE graph"
 
 
-def _memory(
-    run: RunConfig, blueprint: Blueprint, features: Features, batch_size: int, model: CausalLM
-) -> MemoryPlan:
+def _memory(run: RunConfig, blueprint: Blueprint, features: Features, batch_size: int, model: CausalLM) -> MemoryPlan:
     config, groups, scheduler = blueprint.config, blueprint.groups, run.scheduler
     itemsize = blueprint.storage.dtype.itemsize
     per_sequence = blueprint.max_positions // scheduler.block_size

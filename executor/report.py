@@ -43,7 +43,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def summarize(plan: Plan, device: torch.device, load: LoadReport, answers: list[Answer], tally: Tally) -> dict[str, Any]:
+def summarize(
+    plan: Plan, device: torch.device, load: LoadReport, answers: list[Answer], tally: Tally
+) -> dict[str, Any]:
     """The figures of a run.
 
     TTFT counts from the call of ``generate`` and so includes queueing, which is also given alone. TPOT is the time
@@ -95,7 +97,8 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
         "steps": f"{figures['prefill_steps']} prefill ({figures['prefill_seconds']:.2f} s), "
         f"{figures['decode_steps']} decode ({figures['decode_seconds']:.2f} s)",
         "load": f"{figures['load_bytes'] / GIB:.3f} GiB in {figures['load_seconds']:.2f} s",
-        "memory": f"peak {figures['peak_memory_bytes'] / GIB:.2f} GiB, planned {figures['planned_memory_bytes'] / GIB:.2f} GiB",
+        "memory": f"peak {figures['peak_memory_bytes'] / GIB:.2f} GiB, "
+        f"planned {figures['planned_memory_bytes'] / GIB:.2f} GiB",
     }
     for name, value in rows.items():
         table.add_row(name, value)

@@ -69,9 +69,7 @@ class SamplingParams:
         return self.temperature == 0
 
     @classmethod
-    def resolve(
-        cls, generation_config: Mapping[str, object], overrides: Mapping[str, object]
-    ) -> "SamplingParams":
+    def resolve(cls, generation_config: Mapping[str, object], overrides: Mapping[str, object]) -> "SamplingParams":
         """Merge what the model recommends with what the user asked for.
 
         Args:

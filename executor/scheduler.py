@@ -102,14 +102,15 @@ class Scheduler:
         if length >= self.max_seq_len:
             raise UserError(
                 f"prompt {number + 1} has {length} tokens, which leaves no room for an answer in max_seq_len="
-                f"{self.max_seq_len}; shorten it, set data_config.input_truncated_len, or raise scheduler_config.max_seq_len"
+                f"{self.max_seq_len}; shorten it, set data_config.input_truncated_len, or raise "
+                "scheduler_config.max_seq_len"
             )
         new_tokens = min(request.max_new_tokens, self.max_seq_len - length)
         blocks = -(-(length + new_tokens) // self.block_size)
         if blocks > self.pool.capacity:
             raise UserError(
-                f"prompt {number + 1} with its answer ({length} + {new_tokens} tokens) needs {blocks} cache blocks, the "
-                f"cache has {self.pool.capacity}; raise scheduler_config.num_blocks or lower max_new_tokens"
+                f"prompt {number + 1} with its answer ({length} + {new_tokens} tokens) needs {blocks} cache blocks, "
+                f"the cache has {self.pool.capacity}; raise scheduler_config.num_blocks or lower max_new_tokens"
             )
         sequence = Sequence(number, request, new_tokens, blocks)
         self._count += 1

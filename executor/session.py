@@ -38,8 +38,8 @@ class Session:
         kind, plan = plan_run(run)
         if run.model.model_path is None:
             raise UserError(
-                f"model_config.model_path is not set, so there is no tokenizer and no checkpoint of {run.model.model_name}; "
-                "add --set model_config.model_path=DIR, or --explain to only check the recipe"
+                f"model_config.model_path is not set, so there is no tokenizer and no checkpoint of "
+                f"{run.model.model_name}; add --set model_config.model_path=DIR, or --explain to only check the recipe"
             )
         folder = run.model.config_dir
         generation = folder / "generation_config.json"
@@ -51,7 +51,9 @@ class Session:
     def advice(self) -> list[str]:
         """Warnings that should be read but stop nothing."""
         greedy = warn_if_greedy_thinking(self.sampling, self.plan.run.model.enable_thinking)
-        no_end = None if self.codec.eos_ids else "no end-of-sequence id in config.json, generation_config.json or tokenizer"
+        no_end = (
+            None if self.codec.eos_ids else "no end-of-sequence id in config.json, generation_config.json or tokenizer"
+        )
         return [line for line in (greedy, no_end) if line]
 
     @property

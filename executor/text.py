@@ -53,9 +53,7 @@ class TextCodec:
         from transformers import AutoTokenizer  # not on top: it takes seconds, which --help need not wait
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                model_dir, local_files_only=True, trust_remote_code=False
-            )
+            tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # the Rust tokenizer raises bare Exception, transformers many types
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{model_dir}: cannot load the tokenizer ({reason}); check its files") from error

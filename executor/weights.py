@@ -66,7 +66,9 @@ class Checkpoint:
             keys = list(handle.offset_keys())  # in file order, so that reading is sequential
             absent = sorted(expected - set(keys))
             if absent:
-                raise UserError(f"{folder / INDEX}: {file_name} does not hold {_some(absent)}, which the index says it does")
+                raise UserError(
+                    f"{folder / INDEX}: {file_name} does not hold {_some(absent)}, which the index says it does"
+                )
             for key in keys:
                 if key in where:
                     raise UserError(f"{folder}: tensor {key} is in both {where[key]} and {file_name}")
@@ -99,7 +101,9 @@ class Checkpoint:
         if not found:
             raise UserError(f"{self.folder}: no safetensors file; only safetensors checkpoints are read")
         if len(found) > 1 and "model.safetensors" not in found:
-            raise UserError(f"{self.folder}: {len(found)} safetensors files but no {INDEX}, so which to read is unknown")
+            raise UserError(
+                f"{self.folder}: {len(found)} safetensors files but no {INDEX}, so which to read is unknown"
+            )
         return {"model.safetensors" if len(found) > 1 else found[0]: set()}
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -121,7 +125,9 @@ def _open(path: Path) -> Any:
     try:
         with path.open("rb") as f:
             if f.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise UserError(f"{path}: is a git-lfs pointer, not weights; run `git lfs pull` in the checkpoint's repository")
+                raise UserError(
+                    f"{path}: is a git-lfs pointer, not weights; run `git lfs pull` in the checkpoint's repository"
+                )
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: truncated or damaged safetensors file ({error}); download it again") from None

@@ -73,4 +73,5 @@ class LMHead(nn.Module):
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         index = (slice(self.mine.start, self.mine.stop), slice(None))
-        yield f"{name}.weight", Slot(self.weight, self.weight.data.t(), (self.vocab_size, self.weight.shape[0]), index)
+        shape = (self.vocab_size, self.weight.shape[0])
+        yield f"{name}.weight", Slot(self.get_parameter("weight"), self.weight.data.t(), shape, index)

@@ -50,7 +50,9 @@ class ColumnParallelLinear(nn.Module):
         for part in self.parts:
             rows = slice(start, start + len(part.keep))
             index = slice(part.keep.start, part.keep.stop)
-            yield from self.scheme.slots(self, f"{prefix}.{part.name}", rows, (part.rows, self.in_features), (index, slice(None)))
+            yield from self.scheme.slots(
+                self, f"{prefix}.{part.name}", rows, (part.rows, self.in_features), (index, slice(None))
+            )
             if self.bias is not None:
                 yield f"{prefix}.{part.name}.bias", Slot(self.bias, self.bias.data[rows], (part.rows,), (index,))
             start += len(part.keep)

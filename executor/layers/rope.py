@@ -9,7 +9,9 @@ from torch import nn
 from executor.model_config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(
+    rope: RopeConfig, head_dim: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, float]:
     """``[head_dim / 2]`` frequencies in radians per token, and the factor that cos and sin are scaled by."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
     plain = 1.0 / rope.rope_theta**exponents
@@ -43,7 +45,7 @@ def _attention_factor(rope: RopeConfig) -> float:
 
 
 class RotaryEmbedding(nn.Module):
-    """``positions [T] -> (cos, sin)``, each ``[T, 1, head_dim]`` in the model's dtype (full width: both halves equal)."""
+    """``positions [T] -> (cos, sin)``, each ``[T, 1, head_dim]`` in the model's dtype (full width, equal halves)."""
 
     cos: torch.Tensor
     sin: torch.Tensor

@@ -57,4 +57,6 @@ def choose(phase: Literal["prefill", "decode"], *, moe_ep: int, attn_dp: int, to
     if top_k > moe_ep or phase == "decode":
         why = f"top_k={top_k} > moe_ep_size={moe_ep}" if phase == "prefill" else "no MC2 kernels on this platform"
         return Choice("ep_allgather", f"{why}: all-gather and reduce-scatter move less, and shapes stay static")
-    return Choice("ep_double_routing", f"top_k={top_k} <= moe_ep_size={moe_ep}: sending tokens to their experts moves less")
+    return Choice(
+        "ep_double_routing", f"top_k={top_k} <= moe_ep_size={moe_ep}: sending tokens to their experts moves less"
+    )

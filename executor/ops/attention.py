@@ -60,9 +60,7 @@ def paged_attention(
             that do not fit.
     """
     if causal_mask is None and actual_seq_qlen[-1] != len(actual_seq_qlen):
-        raise ValueError(
-            f"paged_attention: without a causal mask each sequence has one query, not {actual_seq_qlen}"
-        )
+        raise ValueError(f"paged_attention: without a causal mask each sequence has one query, not {actual_seq_qlen}")
     num_blocks, block_size = k_cache.shape[:2]
     out, _ = torch.ops.npu.npu_fused_infer_attention_score_v2(
         q_TND,

@@ -7,9 +7,7 @@ T: tokens.  Nk: KV heads.  D: head dim.  A slot is ``block * block_size + offset
 import torch
 from torch import Tensor
 
-CACHE_MODE_NORM = (
-    "Norm"  # caches as [num_blocks, block_size, Nk, D]; the operator's own default is the NZ format
-)
+CACHE_MODE_NORM = "Norm"  # caches as [num_blocks, block_size, Nk, D]; the operator's own default is the NZ format
 
 
 def write_kv(k_TND: Tensor, v_TND: Tensor, k_cache: Tensor, v_cache: Tensor, slots_T: Tensor) -> None:

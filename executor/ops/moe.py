@@ -79,14 +79,10 @@ def init_routing_column(
     Raises ValueError for any other ``expert_range``.
     """
     if tuple(expert_range) != (0, num_experts):
-        raise ValueError(
-            f"expert_range {expert_range}: the column family routes to all {num_experts} experts only"
-        )
+        raise ValueError(f"expert_range {expert_range}: the column family routes to all {num_experts} experts only")
     tokens, top_k = ids_TK.shape
     column_TK = torch.arange(tokens * top_k, dtype=torch.int32, device=x_TH.device).view(top_k, tokens).t()
-    expanded_RH, row_idx, sorted_ids = torch.ops.npu.npu_moe_init_routing(
-        x_TH, column_TK.contiguous(), ids_TK, tokens
-    )
+    expanded_RH, row_idx, sorted_ids = torch.ops.npu.npu_moe_init_routing(x_TH, column_TK.contiguous(), ids_TK, tokens)
     ends_E = torch.ops.npu.npu_moe_compute_expert_tokens(sorted_ids, num_experts).long()
     return expanded_RH, row_idx, torch.diff(ends_E, prepend=ends_E.new_zeros(1))
 

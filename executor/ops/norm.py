@@ -24,9 +24,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, eps: float) -> tupl
     return y, total
 
 
-def add_rms_norm_cast(
-    x: Tensor, residual: Tensor, gamma: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm_cast(x: Tensor, residual: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """``add_rms_norm`` ahead of an fp32 router gate: returns (y_fp32, y, new_residual)."""
     y_fp32, y, _, total = torch.ops.npu.npu_add_rms_norm_cast(residual, x, gamma, eps)
     return y_fp32, y, total

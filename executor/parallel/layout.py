@@ -9,7 +9,9 @@ def shard(total: int, group: Group, what: str) -> range:
     """Indices of ``total`` equal parts' slice owned by this rank. Raises UserError if the group does not divide it."""
     if total % group.size:
         legal = ", ".join(str(n) for n in range(1, total + 1) if total % n == 0 and n <= 64)
-        raise UserError(f"parallel_config.{group.name}_size={group.size} does not divide {what}={total}; legal: {legal}")
+        raise UserError(
+            f"parallel_config.{group.name}_size={group.size} does not divide {what}={total}; legal: {legal}"
+        )
     width = total // group.size
     return range(group.rank * width, (group.rank + 1) * width)
 

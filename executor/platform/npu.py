@@ -19,10 +19,15 @@ def detect() -> str | None:
     import torch
     import torch_npu  # noqa: F401  # registers torch.npu and the npu:: operators
 
-    if not torch.npu.is_available():
+    if not torch.npu.is_available():  # type: ignore[attr-defined]
         return None
-    name = torch.npu.get_device_name(0)
-    for prefix, product in (("Ascend910B", "a2"), ("Ascend910_93", "a3"), ("Ascend950", "950"), ("Ascend910_95", "950")):
+    name = torch.npu.get_device_name(0)  # type: ignore[attr-defined]
+    for prefix, product in (
+        ("Ascend910B", "a2"),
+        ("Ascend910_93", "a3"),
+        ("Ascend950", "950"),
+        ("Ascend910_95", "950"),
+    ):
         if name.startswith(prefix):
             return product
     raise RuntimeError(f"unknown NPU {name!r}: set model_config.platform_version to a2, a3 or 950")

@@ -19,7 +19,9 @@ class UnquantizedLinear:
     def slots(
         self, layer: nn.Module, name: str, rows: slice, shape: tuple[int, int], index: tuple[slice, slice]
     ) -> Iterator[tuple[str, Slot]]:
-        yield f"{name}.weight", Slot(layer.weight, layer.weight.data.t()[rows], shape, index)
+        weight = layer.get_parameter("weight")
+        yield f"{name}.weight", Slot(weight, weight.data.t()[rows], shape, index)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.matmul(x, layer.weight) if bias is None else torch.addmm(bias, x, layer.weight)
+        weight = layer.get_parameter("weight")
+        return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)

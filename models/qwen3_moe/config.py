@@ -31,6 +31,7 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     )
     if sparse and not 1 <= moe.num_experts_per_tok <= moe.num_experts:
         raise UserError(
-            f"config.json: num_experts_per_tok={moe.num_experts_per_tok} must be between 1 and num_experts={moe.num_experts}"
+            f"config.json: num_experts_per_tok={moe.num_experts_per_tok} must be between 1 and "
+            f"num_experts={moe.num_experts}"
         )
     return ModelConfig(**shared, moe=moe, moe_layers=sparse)

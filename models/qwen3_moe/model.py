@@ -7,6 +7,4 @@ from executor.layers.decoder import CausalLM
 
 def build(blueprint: Blueprint) -> CausalLM:
     sparse = set(blueprint.config.moe_layers)
-    return blueprint.causal_lm(
-        mlp=lambda layer: blueprint.moe_block() if layer in sparse else blueprint.dense_mlp()
-    )
+    return blueprint.causal_lm(mlp=lambda layer: blueprint.moe_block() if layer in sparse else blueprint.dense_mlp())

@@ -157,9 +157,7 @@ def test_an_override_is_yaml_and_arrives_with_its_type(override, value):
 def test_a_rope_override_keeps_its_siblings_and_drops_nulls():
     model = load("model_config.rope_scaling={factor: 2.0}", "model_config.rope_scaling.beta_fast=16").model
     assert model.rope_scaling.as_dict() == {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0}
-    assert load("model_config.rope_scaling.rope_type=default").model.rope_scaling.as_dict() == {
-        "rope_type": "default"
-    }
+    assert load("model_config.rope_scaling.rope_type=default").model.rope_scaling.as_dict() == {"rope_type": "default"}
 
 
 def test_derived_paths():

@@ -108,8 +108,7 @@ EXAMPLE = "expected section.key=value, such as scheduler_config.batch_size=4"
         ),
         (
             "s.k={x: 1, x: 2}",
-            "override `s.k={x: 1, x: 2}`, line 1, column 8: not valid YAML: "
-            "duplicate key `x`; remove one of the two",
+            "override `s.k={x: 1, x: 2}`, line 1, column 8: not valid YAML: duplicate key `x`; remove one of the two",
         ),
     ],
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batching changes nothing: any batch position, chunking, refill order or garbage in the cache gives a single run's tokens."""
+"""Batching changes nothing: batch position, chunking, refill order and garbage in the cache leave each answer alone."""
 
 import random
 
@@ -25,7 +25,12 @@ def checkpoint(request, tmp_path_factory):
     folder = ck.save(model, tmp_path_factory.mktemp(request.param))
     answers = [
         model.generate(
-            torch.tensor([p]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
+            torch.tensor([p]),
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
         )[0, len(p) :].tolist()
         for p in PROMPTS
     ]

@@ -90,9 +90,7 @@ def test_top_p_over_the_full_vocabulary(top_p, scale):
     ours, expected = our_probs(logits, params, []), library_probs(logits, params, [])
     # The library adds 151,936 float64 terms, we add fp32 ones: a few tokens at the threshold may differ.
     differ = (ours > 0) != (expected > 0)
-    assert (
-        expected[differ].sum() < 1e-5
-    )  # softmax in fp32 is off by 1e-7 relative; 1e-5 of mass is 100 x that
+    assert expected[differ].sum() < 1e-5  # softmax in fp32 is off by 1e-7 relative; 1e-5 of mass is 100 x that
     assert abs(expected[ours > 0].sum() - 1) < 1e-5  # the same bound, seen from the other side
     assert 1 < (ours > 0).sum() < 151936
 

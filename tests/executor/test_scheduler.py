@@ -88,9 +88,9 @@ def test_request_numbers_in_messages():
         batch_size=1, num_blocks=3, block_size=BLOCK, max_seq_len=64, max_prefill_tokens=64, causal_mask=torch.empty(0)
     )
     scheduler.add(Request(prompt=[1], max_new_tokens=1))
-    with pytest.raises(UserError, match="^prompt 2 is empty$"):
+    with pytest.raises(UserError, match=r"^prompt 2 is empty$"):
         scheduler.add(Request(prompt=[], max_new_tokens=1))
-    with pytest.raises(UserError, match="prompt 2 with its answer .* needs 4 cache blocks, the cache has 2"):
+    with pytest.raises(UserError, match=r"prompt 2 with its answer .* needs 4 cache blocks, the cache has 2"):
         scheduler.add(Request(prompt=[1] * 40, max_new_tokens=15))
 
 

@@ -209,9 +209,7 @@ def check_stream(codec: TextCodec, ids: list[int]) -> None:
     assert out + stream.flush() == codec.decode(ids)
 
 
-any_text = st.text(
-    st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab \u4f60\u597d\U0001f98a\ufffd"))
-)
+any_text = st.text(st.one_of(st.characters(codec="utf-8"), st.sampled_from("ab \u4f60\u597d\U0001f98a\ufffd")))
 
 
 @settings(deadline=None, max_examples=60)

@@ -92,7 +92,12 @@ def fuse_experts(folder: Path, layers: set[int], parts: tuple[str, ...] = ("gate
 def run_config(folder: Path, **overrides: Any) -> RunConfig:
     """A config for ``folder``; keys are ``section__key``."""
     sections: dict[str, dict[str, Any]] = {
-        "model_config": {"model_name": "test", "model_path": str(folder), "dtype": "float32", "platform_version": "cpu"},
+        "model_config": {
+            "model_name": "test",
+            "model_path": str(folder),
+            "dtype": "float32",
+            "platform_version": "cpu",
+        },
         "scheduler_config": {"block_size": 16, "batch_size": 4, "max_new_tokens": 8, "max_seq_len": 640},
     }
     for key, value in overrides.items():

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from tests.models import checkpoints as ck
 
 # float32 sums in another order: logits of about unit scale differ by some 1e-6; 1e-4 is the promise
@@ -24,7 +25,14 @@ OPTIONS = {
     "dense eps": ("dense", {"rms_norm_eps": 1e-2}),
     "dense yarn": (
         "dense",
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 1e4,
+            }
+        },
     ),
     "dense yarn, attention_factor and betas": (
         "dense",
@@ -52,7 +60,14 @@ OPTIONS = {
     "moe mlp_only_layers": ("moe", {"mlp_only_layers": [0, 2], "norm_topk_prob": True}),
     "moe yarn": (
         "moe",
-        {"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1e6}},
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 1e6,
+            }
+        },
     ),
 }
 
@@ -72,9 +87,7 @@ def test_long_prompt(kind, tmp_path):
     model = ck.make(kind)
     made = ck.runner(ck.save(model, tmp_path))
     prompts = ck.random_prompts([600])
-    torch.testing.assert_close(
-        ck.prefill_logits(made, prompts), ck.oracle_logits(model, prompts), rtol=0, atol=FP32
-    )
+    torch.testing.assert_close(ck.prefill_logits(made, prompts), ck.oracle_logits(model, prompts), rtol=0, atol=FP32)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
@@ -83,15 +96,14 @@ def test_float64_is_exact(kind, tmp_path):
     except where transformers itself computes in float32 (norms, router softmax, rope), hence not 1e-12."""
     folder = ck.save(ck.make(kind), tmp_path)
     made, model = ck.runner(folder, model__dtype="float64"), ck.load(folder, torch.float64)
-    torch.testing.assert_close(
-        ck.prefill_logits(made, PROMPTS), ck.oracle_logits(model, PROMPTS), rtol=0, atol=5e-6
-    )
+    torch.testing.assert_close(ck.prefill_logits(made, PROMPTS), ck.oracle_logits(model, PROMPTS), rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_bfloat16_error_is_not_larger_than_transformers_own(kind, tmp_path):
     """Against float32 logits, our bf16 error may not exceed that of transformers in bf16 by more than noise: both
-    round at about as many points, so their errors are of one size. Eight seeds, since a flipped expert dominates one."""
+    round at about as many points, so their errors are of one size. Eight seeds, since
+    a flipped expert dominates one."""
     ours, theirs = [], []
     for seed in range(8):
         folder = ck.save(ck.make(kind, seed=seed).bfloat16(), tmp_path / str(seed))
@@ -110,9 +122,7 @@ def test_source_dtypes(source, tmp_path):
     """A checkpoint of any float dtype loads into any model dtype as torch converts it."""
     folder = ck.save(ck.make("moe").to(source), tmp_path)
     made, model = ck.runner(folder), ck.load(folder, torch.float32)
-    torch.testing.assert_close(
-        ck.prefill_logits(made, PROMPTS), ck.oracle_logits(model, PROMPTS), rtol=0, atol=FP32
-    )
+    torch.testing.assert_close(ck.prefill_logits(made, PROMPTS), ck.oracle_logits(model, PROMPTS), rtol=0, atol=FP32)
 
 
 @pytest.mark.parametrize(
@@ -133,9 +143,7 @@ def test_fused_expert_layouts_load_the_same_weights(layers, parts, tmp_path):
     fused = ck.runner(folder)
     for (name, a), (_, b) in zip(alone.model.named_parameters(), fused.model.named_parameters()):
         assert torch.equal(a, b), name
-    torch.testing.assert_close(
-        ck.prefill_logits(fused, PROMPTS), ck.oracle_logits(model, PROMPTS), rtol=0, atol=FP32
-    )
+    torch.testing.assert_close(ck.prefill_logits(fused, PROMPTS), ck.oracle_logits(model, PROMPTS), rtol=0, atol=FP32)
 
 
 def test_num_experts_has_two_spellings(tmp_path):
@@ -176,9 +184,7 @@ def test_yarn_from_the_recipe_equals_yarn_in_the_checkpoint(tmp_path):
     made = ck.runner(folder, model__rope_scaling=yarn)
     assert (folder / "config.json").read_bytes() == before
     extended = ck.make("dense", rope_parameters={"rope_theta": 1e6, **yarn})
-    torch.testing.assert_close(
-        ck.prefill_logits(made, PROMPTS), ck.oracle_logits(extended, PROMPTS), rtol=0, atol=FP32
-    )
+    torch.testing.assert_close(ck.prefill_logits(made, PROMPTS), ck.oracle_logits(extended, PROMPTS), rtol=0, atol=FP32)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
@@ -216,6 +222,4 @@ def test_memory_order_does_not_change_the_answer(out_in_order, tmp_path, monkeyp
     monkeypatch.setattr(select, "cpu", lambda: machine)
     made = ck.runner(folder)
     assert made.model.layers[0].mlp.experts.w13.mT.is_contiguous() is out_in_order
-    torch.testing.assert_close(
-        ck.prefill_logits(made, PROMPTS), ck.oracle_logits(model, PROMPTS), rtol=0, atol=FP32
-    )
+    torch.testing.assert_close(ck.prefill_logits(made, PROMPTS), ck.oracle_logits(model, PROMPTS), rtol=0, atol=FP32)

@@ -80,9 +80,7 @@ define(
 def _outputs(call: Arguments, query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialised outputs: attention in the query's layout, and the LSE ((0,) when it is not asked for)."""
     if call.block_table is not None:
-        dv = (value.shape[2] // call.kv_heads, value.shape[-1], value.shape[2] * value.shape[-1])[
-            value.dim() - 3
-        ]
+        dv = (value.shape[2] // call.kv_heads, value.shape[-1], value.shape[2] * value.shape[-1])[value.dim() - 3]
     else:
         dv = value.shape[2] // call.kv_heads if call.layout == "BSH" else value.shape[-1]
     last = call.heads * dv if call.layout == "BSH" else dv
@@ -156,9 +154,7 @@ def npu_fused_infer_attention_score_v2(
 
 
 @reference(_V1)
-def npu_fused_infer_attention_score(
-    query: Tensor, key: Tensor, value: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
+def npu_fused_infer_attention_score(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The older spelling of ``npu_fused_infer_attention_score_v2``: the same, with other argument names."""
     return _fused_attention(_arguments(_V1, _NAMES_V1, options), query, key, value)
 

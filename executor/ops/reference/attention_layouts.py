@@ -82,17 +82,11 @@ def check(call: Arguments, query: Tensor, key: Tensor, value: Tensor) -> None:
     """Raise unless layout, dtypes, ranks and heads fit; a paged cache is checked where it is read."""
     op, layout, dtype = call.op, call.layout, query.dtype
     if layout not in LAYOUTS:
-        raise NotImplementedError(
-            f"{op}: input_layout {layout!r} is not served; the reference knows {LAYOUTS}"
-        )
+        raise NotImplementedError(f"{op}: input_layout {layout!r} is not served; the reference knows {LAYOUTS}")
     if dtype not in _DTYPES or not dtype == key.dtype == value.dtype:
-        raise NotImplementedError(
-            f"{op}: query {dtype}, key {key.dtype}, value {value.dtype}: give one float dtype"
-        )
+        raise NotImplementedError(f"{op}: query {dtype}, key {key.dtype}, value {value.dtype}: give one float dtype")
     if call.heads % call.kv_heads or call.heads // call.kv_heads > 64:
-        raise ValueError(
-            f"{op}: {call.kv_heads} KV heads must divide {call.heads} query heads, at most 64 times"
-        )
+        raise ValueError(f"{op}: {call.kv_heads} KV heads must divide {call.heads} query heads, at most 64 times")
     _check_heads(op, layout, "query", query, call.heads)
     if call.block_table is not None:
         return
@@ -152,25 +146,19 @@ def kv_reader(
     return lengths, lambda b: (k[places[b]], v[places[b]])
 
 
-def _paged(
-    call: Arguments, key: Tensor, value: Tensor, batch: int, head_dim: int
-) -> tuple[list[int], list[Tensor]]:
+def _paged(call: Arguments, key: Tensor, value: Tensor, batch: int, head_dim: int) -> tuple[list[int], list[Tensor]]:
     """KV length and block ids (int64) of each sequence."""
     op, table = call.op, call.block_table
     if table is None or table.dim() != 2 or table.shape[0] != batch or table.dtype != torch.int32:
         raise ValueError(f"{op}: block_table must be int32 [{batch}, max blocks], one row per sequence")
     size = paged_block_size(op, "key", key, call.kv_heads, head_dim)
     if not size == call.block_size == paged_block_size(op, "value", value, call.kv_heads, None):
-        raise ValueError(
-            f"{op}: block_size {call.block_size} is not that of the key and value caches, {size}"
-        )
+        raise ValueError(f"{op}: block_size {call.block_size} is not that of the key and value caches, {size}")
     if call.kv_lengths is None:
         raise ValueError(f"{op}: a paged cache needs {call.kv_lengths_name}, one length per sequence")
     lengths = call.lengths(call.kv_lengths_name, call.kv_lengths, batch, table.shape[1] * size)
     blocks = [row[: -(-n // size)].long() for row, n in zip(table, lengths)]
     used = torch.cat(blocks)
     if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < min(key.shape[0], value.shape[0]):
-        raise ValueError(
-            f"{op}: block_table names a block outside 0..{min(key.shape[0], value.shape[0]) - 1}"
-        )
+        raise ValueError(f"{op}: block_table names a block outside 0..{min(key.shape[0], value.shape[0]) - 1}")
     return lengths, blocks

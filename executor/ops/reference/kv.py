@@ -67,9 +67,7 @@ def npu_scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> T
         )
     expected = (*indices.shape[:-1], *input.shape[axes:])
     if tuple(updates.shape) != expected or updates.dtype != input.dtype:
-        raise ValueError(
-            f"{op}: updates must be {input.dtype} {expected}, got {updates.dtype} {tuple(updates.shape)}"
-        )
+        raise ValueError(f"{op}: updates must be {input.dtype} {expected}, got {updates.dtype} {tuple(updates.shape)}")
     limits = torch.tensor(input.shape[:axes])
     if bool(((indices < 0) | (indices >= limits)).any()):
         raise ValueError(f"{op}: an index is outside {tuple(input.shape[:axes])}")
@@ -100,8 +98,7 @@ def _scatter(op: str, mode: str, name: str, x: Tensor, cache: Tensor, slots: Ten
     block_size = _check_cache(op, mode, name, x, cache)
     if slots.dtype not in _INDEX_DTYPES or slots.shape != x.shape[:1]:
         raise ValueError(
-            f"{op}: slot_mapping must be int32 or int64 [{x.shape[0]}],"
-            f" got {slots.dtype} {tuple(slots.shape)}"
+            f"{op}: slot_mapping must be int32 or int64 [{x.shape[0]}], got {slots.dtype} {tuple(slots.shape)}"
         )
     live = slots >= 0
     if not bool(live.all()):

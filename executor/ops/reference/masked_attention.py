@@ -86,9 +86,7 @@ def attend(
         n = rows.stop - rows.start
         diagonal = visibility.diagonal
         seen = length if diagonal is None else max(0, min(length, rows.stop + diagonal))
-        stacked = (
-            (query[rows].to(work) * scale).unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
-        )
+        stacked = (query[rows].to(work) * scale).unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
         scores = _scores(stacked, key[:seen]).unflatten(1, (group, n))  # [Nk, group, n, seen]
         hidden = visibility.hidden(rows, seen)
         if hidden is not None:
@@ -113,9 +111,7 @@ def check_compressed_mask(op: str, sparse_mode: int, mask: Tensor | None) -> Non
     """
     side, last = COMPRESSED_SIDE, COMPRESSED_SIDE - 1
     if mask is None:
-        raise ValueError(
-            f"{op}: sparse_mode {sparse_mode} needs atten_mask, the compressed {side}x{side} mask"
-        )
+        raise ValueError(f"{op}: sparse_mode {sparse_mode} needs atten_mask, the compressed {side}x{side} mask")
     if mask.shape[-2:] != (side, side) or mask.numel() != side * side or not mask.is_contiguous():
         raise ValueError(
             f"{op}: sparse_mode {sparse_mode} takes a contiguous {side}x{side} mask whatever the lengths,"
@@ -124,9 +120,7 @@ def check_compressed_mask(op: str, sparse_mode: int, mask: Tensor | None) -> Non
     row = torch.tensor([0, 0, 0, 1, last, last, last, last - 1])
     column = torch.tensor([0, 1, last, 0, 0, last - 1, last, last])
     if not torch.equal(mask.view(side, side)[row, column].bool(), column > row):
-        raise ValueError(
-            f"{op}: the compressed mask must be True (masked out) exactly on the strict upper triangle"
-        )
+        raise ValueError(f"{op}: the compressed mask must be True (masked out) exactly on the strict upper triangle")
 
 
 def visibilities(
@@ -149,9 +143,7 @@ def visibilities(
         NotImplementedError: another mode.
     """
     if sparse_mode not in (FULL, LEFT_UP_CAUSAL, RIGHT_DOWN_CAUSAL):
-        raise NotImplementedError(
-            f"{op}: sparse_mode {sparse_mode} is not served by the reference kernel: 0, 2, 3 are"
-        )
+        raise NotImplementedError(f"{op}: sparse_mode {sparse_mode} is not served by the reference kernel: 0, 2, 3 are")
     if mask is not None and mask.dtype not in (torch.bool, torch.int8, torch.uint8):
         raise ValueError(f"{op}: atten_mask must be bool, int8 or uint8, got {mask.dtype}")
     most_queries, most_keys = max(query_lengths, default=0), max(kv_lengths, default=0)
@@ -169,17 +161,10 @@ def visibilities(
     elif full.dim() == 4 and full.shape[1] == 1:
         full = full.squeeze(1)
     batch = len(query_lengths)
-    if (
-        full.dim() != 3
-        or full.shape[0] not in (1, batch)
-        or full.shape[1] < most_queries
-        or full.shape[2] < most_keys
-    ):
+    if full.dim() != 3 or full.shape[0] not in (1, batch) or full.shape[1] < most_queries or full.shape[2] < most_keys:
         raise ValueError(
             f"{op}: atten_mask {tuple(mask.shape)} does not cover {batch} sequences of up to"
             f" {most_queries} queries and {most_keys} keys"
         )
     full = full.expand(batch, -1, -1)
-    return [
-        Visibility(None, full[b, :sq, :skv]) for b, (sq, skv) in enumerate(zip(query_lengths, kv_lengths))
-    ]
+    return [Visibility(None, full[b, :sq, :skv]) for b, (sq, skv) in enumerate(zip(query_lengths, kv_lengths))]

@@ -19,7 +19,8 @@ define(
     " Tensor? group_list=None, Tensor[]? activation_input=None, Tensor[]? activation_quant_scale=None,"
     " Tensor[]? activation_quant_offset=None, int? split_item=0, int? group_type=None,"
     " int? group_list_type=0, int? act_type=0, int[]? tuning_config=None,"
-    " int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]",
+    " int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None, int? scale_dtype=None,"
+    " int? per_token_scale_dtype=None) -> Tensor[]",
 )
 
 # group_list_type
@@ -51,9 +52,7 @@ def swiglu_meta(input: Tensor, dim: int = -1) -> Tensor:
 
 
 def _check_even(input: Tensor, dim: int) -> None:
-    torch._check(
-        input.shape[dim] % 2 == 0, lambda: f"npu_swiglu: dim {dim} of {tuple(input.shape)} must be even"
-    )
+    torch._check(input.shape[dim] % 2 == 0, lambda: f"npu_swiglu: dim {dim} of {tuple(input.shape)} must be even")
 
 
 @reference("npu_grouped_matmul")
@@ -86,9 +85,7 @@ def grouped_matmul(
     begin = 0
     for expert, count in _nonempty_groups(group_list, group_list_type, len(matrices), rows.shape[0]):
         end = begin + count
-        y[begin:end] = _matmul(
-            rows[begin:end], matrices[expert], None if biases is None else biases[expert], dtype
-        )
+        y[begin:end] = _matmul(rows[begin:end], matrices[expert], None if biases is None else biases[expert], dtype)
         begin = end
     y[begin:] = float("nan")
     return [y]
@@ -188,9 +185,7 @@ def _check_moe_form(
     if rows.dtype not in _FLOAT_OF_CODE.values():
         raise NotImplementedError(f"npu_grouped_matmul reference: x of dtype {rows.dtype} (quantised forms)")
     if output_dtype is not None and output_dtype not in _FLOAT_OF_CODE:
-        raise NotImplementedError(
-            f"npu_grouped_matmul reference: output_dtype {output_dtype} (quantised forms)"
-        )
+        raise NotImplementedError(f"npu_grouped_matmul reference: output_dtype {output_dtype} (quantised forms)")
     stacked = len(weight) == 1 and w.dim() == 3
     torch._check(
         rows.dim() == 2 and (stacked or all(m.dim() == 2 for m in weight)) and rows.shape[1] == w.shape[-2],

@@ -43,18 +43,12 @@ def finalize_routing(
     not go together.
     """
     rows, position = expanded_permuted_rows, expanded_src_to_dst_row
-    tokens, top_k = _check(
-        rows, skip1, skip2, bias, scales, position, export_for_source_row, drop_pad_mode, k
-    )
+    tokens, top_k = _check(rows, skip1, skip2, bias, scales, position, export_for_source_row, drop_pad_mode, k)
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    position_TK = (
-        position.view(top_k, tokens).t() if drop_pad_mode in _COLUMN_FAMILY else position.view(tokens, top_k)
-    )
+    position_TK = position.view(top_k, tokens).t() if drop_pad_mode in _COLUMN_FAMILY else position.view(tokens, top_k)
     dropped_TK = position_TK < 0
     any_dropped = bool(dropped_TK.any())
-    copies_TKH = rows.reshape(-1, rows.shape[-1])[
-        position_TK.clamp_min(0) if any_dropped else position_TK
-    ].to(wide)
+    copies_TKH = rows.reshape(-1, rows.shape[-1])[position_TK.clamp_min(0) if any_dropped else position_TK].to(wide)
     if bias is not None and export_for_source_row is not None:
         copies_TKH = copies_TKH + bias.to(wide)[export_for_source_row]
     if any_dropped:
@@ -99,9 +93,7 @@ def _check(
 ) -> tuple[int, int]:
     """Refuse arguments that do not go together; return (T, K)."""
     name = "npu_moe_finalize_routing"
-    torch._check(
-        drop_pad_mode in (0, 1, 2, 3), lambda: f"{name}: drop_pad_mode must be 0..3, not {drop_pad_mode}"
-    )
+    torch._check(drop_pad_mode in (0, 1, 2, 3), lambda: f"{name}: drop_pad_mode must be 0..3, not {drop_pad_mode}")
     torch._check(
         rows.dim() == (3 if drop_pad_mode in _CAPACITY_FORM else 2),
         lambda: (

@@ -12,9 +12,7 @@ from torch import Tensor
 
 from executor.ops.schemas import define, meta, reference
 
-define(
-    "npu_moe_gating_top_k_softmax", "(Tensor x, Tensor? finished=None, int k=1) -> (Tensor, Tensor, Tensor)"
-)
+define("npu_moe_gating_top_k_softmax", "(Tensor x, Tensor? finished=None, int k=1) -> (Tensor, Tensor, Tensor)")
 
 define(
     "npu_moe_gating_top_k_softmax_v2",
@@ -42,7 +40,7 @@ def _wide(x: Tensor) -> Tensor:
 def _select(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest ``scores [..., E]`` and their indices, descending, the lower index first in a tie."""
     values, ids = scores.sort(dim=-1, descending=True, stable=True)
-    return values[..., :k], ids[..., :k]
+    return values[..., :k].contiguous(), ids[..., :k].contiguous()
 
 
 def _int32_ids(ids: Tensor, finished: Tensor | None, experts: int) -> Tensor:
@@ -203,10 +201,6 @@ def _check_one_group(
     if input_ids is not None or tid2eid is not None:
         raise NotImplementedError("npu_moe_gating_top_k reference: input_ids and tid2eid (hashed routing)")
     if (k_group, group_count) != (1, 1):
-        raise NotImplementedError(
-            f"npu_moe_gating_top_k reference: {k_group=}, {group_count=} (expert groups)"
-        )
+        raise NotImplementedError(f"npu_moe_gating_top_k reference: {k_group=}, {group_count=} (expert groups)")
     if norm_type not in (_SOFTMAX, _SIGMOID):
-        raise NotImplementedError(
-            f"npu_moe_gating_top_k reference: {norm_type=}, only 0 softmax and 1 sigmoid"
-        )
+        raise NotImplementedError(f"npu_moe_gating_top_k reference: {norm_type=}, only 0 softmax and 1 sigmoid")

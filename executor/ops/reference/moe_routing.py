@@ -195,9 +195,7 @@ def _check_init_routing_v2(
         raise NotImplementedError(f"{name} reference: quant_mode {quant_mode}, only -1 (none)")
     torch._check(
         x.dim() == expert_idx.dim() == 2 and x.shape[0] == expert_idx.shape[0],
-        lambda: (
-            f"{name}: x {tuple(x.shape)} and expert_idx {tuple(expert_idx.shape)} must be (T, H) and (T, K)"
-        ),
+        lambda: f"{name}: x {tuple(x.shape)} and expert_idx {tuple(expert_idx.shape)} must be (T, H) and (T, K)",
     )
     torch._check(
         scale is None or scale.shape == x.shape[:1],

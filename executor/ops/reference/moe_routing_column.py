@@ -20,9 +20,7 @@ define("npu_moe_compute_expert_tokens", "(Tensor sorted_expert_for_source_row, i
 
 
 @reference("npu_moe_init_routing")
-def init_routing(
-    x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def init_routing(x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int) -> tuple[Tensor, Tensor, Tensor]:
     """Column family. ``x [T, H]``, ``row_idx`` and ``expert_idx [T, K]`` int32; ``active_num`` counts tokens.
 
     Returns the first ``min(T, active_num) * K`` rows of x in expert order, ``expanded_row_idx [T*K]`` int32
@@ -37,9 +35,7 @@ def init_routing(
 
 
 @meta("npu_moe_init_routing")
-def init_routing_meta(
-    x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def init_routing_meta(x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = _check_init_routing(x, row_idx, expert_idx, active_num)
     flat = row_idx.new_empty(expert_idx.numel(), dtype=torch.int32)
     return x.new_empty(rows, x.shape[1]), flat, torch.empty_like(flat)
@@ -47,8 +43,7 @@ def init_routing_meta(
 
 def _check_init_routing(x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int) -> int:
     torch._check(
-        x.dim() == expert_idx.dim() == 2
-        and row_idx.shape == expert_idx.shape == (x.shape[0], row_idx.shape[-1]),
+        x.dim() == expert_idx.dim() == 2 and row_idx.shape == expert_idx.shape == (x.shape[0], row_idx.shape[-1]),
         lambda: (
             f"npu_moe_init_routing: x {tuple(x.shape)}, row_idx {tuple(row_idx.shape)} and expert_idx"
             f" {tuple(expert_idx.shape)} must be (T, H), (T, K) and (T, K)"

@@ -36,8 +36,7 @@ define(
 )
 define(
     "npu_add_rms_norm_cast",
-    "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor x1, Tensor x2, Tensor gamma, float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 define(
     "npu_add_rms_norm_v2",
@@ -61,18 +60,14 @@ def _rstd(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 
 def _check_gamma(op: str, x: Tensor, gamma: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     if gamma.dim() == 0 or gamma.shape != x.shape[-gamma.dim() :]:
-        raise ValueError(
-            f"{op}: gamma {tuple(gamma.shape)} must equal the trailing dims of the input {tuple(x.shape)}"
-        )
+        raise ValueError(f"{op}: gamma {tuple(gamma.shape)} must equal the trailing dims of the input {tuple(x.shape)}")
     if gamma.dtype not in dtypes:
         raise ValueError(f"{op}: gamma is {gamma.dtype} with an input of {x.dtype}, which the card refuses")
 
 
 def _check_add(op: str, x1: Tensor, x2: Tensor, gamma: Tensor) -> None:
     if x1.shape != x2.shape or x1.dtype != x2.dtype:
-        raise ValueError(
-            f"{op}: x1 {x1.dtype} {tuple(x1.shape)} and x2 {x2.dtype} {tuple(x2.shape)} must agree"
-        )
+        raise ValueError(f"{op}: x1 {x1.dtype} {tuple(x1.shape)} and x2 {x2.dtype} {tuple(x2.shape)} must agree")
     _check_gamma(op, x1, gamma, (x1.dtype,))
 
 
@@ -117,9 +112,7 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[T
 
 
 @reference("npu_add_rms_norm")
-def npu_add_rms_norm(
-    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
-) -> tuple[Tensor, Tensor, Tensor]:
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     """Norm of ``x1 + x2``. Mind the order: returns (y, rstd, sum).
 
     Args:
@@ -175,9 +168,7 @@ def _rms_norm_meta(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple
 
 
 @meta("npu_add_rms_norm")
-def _add_rms_norm_meta(
-    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
-) -> tuple[Tensor, Tensor, Tensor]:
+def _add_rms_norm_meta(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x1), _empty_rstd(x1, gamma), torch.empty_like(x1)
 
 

@@ -22,8 +22,7 @@ define(
 )
 define(
     "npu_apply_rotary_pos_emb",
-    '(Tensor query, Tensor key, Tensor cos, Tensor sin, str layout="BSND", str rotary_mode="half")'
-    " -> (Tensor, Tensor)",
+    '(Tensor query, Tensor key, Tensor cos, Tensor sin, str layout="BSND", str rotary_mode="half") -> (Tensor, Tensor)',
 )
 
 
@@ -38,9 +37,7 @@ def _rotated(x: Tensor, mode: str) -> Tensor:
 def _check(op: str, x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """x, cos, sin: one dtype, one rank, the same even D; cos and sin may be 1 on any other axis."""
     if not (x.dtype == cos.dtype == sin.dtype):
-        raise ValueError(
-            f"{op}: input, cos and sin must share a dtype, got {x.dtype}, {cos.dtype}, {sin.dtype}"
-        )
+        raise ValueError(f"{op}: input, cos and sin must share a dtype, got {x.dtype}, {cos.dtype}, {sin.dtype}")
     if cos.shape != sin.shape or cos.dim() != x.dim():
         raise ValueError(
             f"{op}: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must agree, and have the {x.dim()} dims"
@@ -68,9 +65,7 @@ def npu_rotary_mul(
         NotImplementedError: ``rotate`` is given.
     """
     if rotate is not None:
-        raise NotImplementedError(
-            "npu_rotary_mul: rotate is not served by the reference kernel; leave it out"
-        )
+        raise NotImplementedError("npu_rotary_mul: rotate is not served by the reference kernel; leave it out")
     if rotary_mode not in ("half", "interleave"):
         raise ValueError(f"npu_rotary_mul: rotary_mode {rotary_mode!r} is neither 'half' nor 'interleave'")
     if input.dim() not in (3, 4):

@@ -30,9 +30,7 @@ def loop(q, k, v, scale, sees):
     for i in range(sq):
         for h in range(nq):
             g = h * nk // nq
-            scores = {
-                j: scale * sum(a * b for a, b in zip(q[i][h], k[j][g])) for j in range(length) if sees(i, j)
-            }
+            scores = {j: scale * sum(a * b for a, b in zip(q[i][h], k[j][g])) for j in range(length) if sees(i, j)}
             if not scores:
                 continue
             total = sum(math.exp(s) for s in scores.values())
@@ -46,9 +44,7 @@ def sdpa(q, k, v, scale, causal):
     """One sequence through torch, K and V repeated for GQA; right-down causal by an explicit mask."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    keep = (
-        torch.ones(q.shape[0], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[0]) if causal else None
-    )
+    keep = torch.ones(q.shape[0], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[0]) if causal else None
     return torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1), k, v, attn_mask=keep, scale=scale
     ).transpose(0, 1)
@@ -94,9 +90,7 @@ def test_tnd_modes_equal_the_loop(lengths, heads, mode, padding, fix_blind):
     a = b = 0
     for n, m in lengths:
         rules = {0: lambda i, j: True, 2: lambda i, j: j <= i, 3: lambda i, j, n=n, m=m: j <= i + m - n}
-        expected, expected_lse = loop(
-            q[a : a + n], k[b : b + m], v[b : b + m], 0.4, rules[0 if plain_decode else mode]
-        )
+        expected, expected_lse = loop(q[a : a + n], k[b : b + m], v[b : b + m], 0.4, rules[0 if plain_decode else mode])
         if fix_blind:  # queries that see nothing
             expected, expected_lse = expected.nan_to_num(0.0), expected_lse.nan_to_num(-torch.inf)
         assert_close(out[a : a + n], expected)
@@ -219,9 +213,7 @@ def test_full_masks(shape, dtype):
     hidden = torch.rand(2, 3, 5, generator=torch.Generator().manual_seed(3)) < 0.4
     hidden[..., 0] = False  # every query sees something
     per_batch = shape == "B1SS"
-    mask = {"1SS": hidden[:1], "B1SS": hidden[:, None], "11SS": hidden[:1, None], "SS": hidden[0]}[shape].to(
-        dtype
-    )
+    mask = {"1SS": hidden[:1], "B1SS": hidden[:, None], "11SS": hidden[:1, None], "SS": hidden[0]}[shape].to(dtype)
     out, _ = FIA(q, k, v, atten_mask=mask, num_query_heads=2, input_layout="BSND", softmax_scale=0.5)
     for b in range(2):
         rows = hidden[b if per_batch else 0].tolist()
@@ -284,8 +276,7 @@ class Cache:
         self.norm = [torch.full((self.blocks, size, heads, dim), NAN, dtype=dtype) for _ in range(2)]
         kv.write_kv(*tokens, *self.norm, slots)
         self.nz = [
-            torch.full((self.blocks, heads * dim // self.row, size, self.row), NAN, dtype=dtype)
-            for _ in range(2)
+            torch.full((self.blocks, heads * dim // self.row, size, self.row), NAN, dtype=dtype) for _ in range(2)
         ]
         OPS.npu_scatter_pa_kv_cache(*tokens, *self.nz, slots)
 
@@ -323,9 +314,7 @@ def test_write_then_attend_paged_equals_contiguous(cache_format, layout, dtype):
     for b in range(3):
         expected = sdpa(q[b].double(), cache.k[b].double(), cache.v[b].double(), 0.2, causal=True)
         tolerance = 1e-12 if dtype == torch.float64 else 2**-8  # fp64 noise, or the one rounding to bf16
-        torch.testing.assert_close(
-            out[b].double(), expected, rtol=tolerance, atol=1e-6
-        )  # finite: no NaN leaked
+        torch.testing.assert_close(out[b].double(), expected, rtol=tolerance, atol=1e-6)  # finite: no NaN leaked
 
 
 @settings(deadline=None, max_examples=25)

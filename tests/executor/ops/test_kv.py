@@ -20,9 +20,7 @@ def numbered(*shape, dtype, start=0):
 
 
 def same(a, b):
-    return torch.equal(
-        a.view(torch.uint8), b.view(torch.uint8)
-    )  # bytes: some dtypes have no equality on a CPU
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))  # bytes: some dtypes have no equality on a CPU
 
 
 def write_loop(x_TND, cache, slots, mode):
@@ -137,9 +135,7 @@ def test_misread_formats_are_refused():
     with pytest.raises(ValueError, match=r"\[Bn, 3, bs, D\] with D = 32"):
         paged_block_size("op", "key", torch.empty(5, 4, 3, 32), 3, 32)  # the "Norm" write shape
     with pytest.raises(ValueError, match=r"with D = 32"):
-        paged_block_size(
-            "op", "key", torch.empty(5, 6, 4, 16, dtype=torch.bfloat16), 3, 32
-        )  # "PA_NZ", not 5-D
+        paged_block_size("op", "key", torch.empty(5, 6, 4, 16, dtype=torch.bfloat16), 3, 32)  # "PA_NZ", not 5-D
     with pytest.raises(ValueError, match="65535"):
         paged_block_size("op", "key", torch.empty(1, 1, 65536, dtype=torch.bfloat16), 512, 128)
 
@@ -149,9 +145,7 @@ def test_bad_writes_are_refused():
     cache = empty_cache("Norm", 2, 4, 1, 32, torch.bfloat16)
 
     def write(slots, x=x, cache=cache, mode="Norm", **options):
-        OPS.npu_scatter_pa_kv_cache(
-            x, x, cache, cache.clone(), torch.tensor(slots), cache_mode=mode, **options
-        )
+        OPS.npu_scatter_pa_kv_cache(x, x, cache, cache.clone(), torch.tensor(slots), cache_mode=mode, **options)
 
     with pytest.raises(ValueError, match="slot 8 is outside"):
         write([0, 8])

@@ -32,12 +32,8 @@ def test_swiglu_is_silu_of_the_first_half_times_the_second(dtype):
     assert y.dtype == dtype
     eps = torch.finfo(dtype).eps
     wide = dtype in (torch.float64, torch.float32)
-    tolerance = (
-        4 * eps if wide else 0.51 * eps
-    )  # exp and 3 products in dtype; or one rounding, eps/2, after fp32
-    torch.testing.assert_close(
-        y.double(), torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=0
-    )
+    tolerance = 4 * eps if wide else 0.51 * eps  # exp and 3 products in dtype; or one rounding, eps/2, after fp32
+    torch.testing.assert_close(y.double(), torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=0)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -2])
@@ -106,9 +102,7 @@ def test_grouped_matmul_equals_rows_one_by_one(counts, tail, kind, layout, with_
         group_list_type=kind,
     )
     expected = rows_one_by_one(x, weight, counts, bias)
-    torch.testing.assert_close(
-        y, expected, rtol=1e-12, atol=1e-13, equal_nan=True
-    )  # fp64, sums of 5 products
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-13, equal_nan=True)  # fp64, sums of 5 products
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -119,9 +113,7 @@ def test_grouped_matmul_accumulates_wide_and_rounds_once(dtype, layout):
     y = matmul.grouped_matmul(x, as_layout(weight, layout)[0], torch.tensor(counts))
     exact = rows_one_by_one(x, weight, counts)
     magnitude = rows_one_by_one(x.abs(), weight.abs(), counts)
-    accumulation = (
-        depth * 2.0**-24 * magnitude
-    )  # the worst case of an fp32 sum of `depth` products, in any order
+    accumulation = depth * 2.0**-24 * magnitude  # the worst case of an fp32 sum of `depth` products, in any order
     rounding = torch.finfo(dtype).eps / 2 * (exact.abs() + accumulation)  # one rounding to dtype
     assert y.dtype == dtype
     assert ((y.double() - exact).abs() <= accumulation + rounding).all()

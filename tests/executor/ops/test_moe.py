@@ -57,9 +57,7 @@ def test_gates_equal_the_loop(gate, data):
     expected_weights, expected_ids = gate_by_loop(logits, top_k, renormalize)
     assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
     assert torch.equal(ids, expected_ids)
-    torch.testing.assert_close(
-        weights.double(), expected_weights, rtol=2e-6, atol=0
-    )  # exp and sums of 12 in fp32
+    torch.testing.assert_close(weights.double(), expected_weights, rtol=2e-6, atol=0)  # exp and sums of 12 in fp32
 
 
 # two experts at odds 3:1, and a third at half the second
@@ -137,9 +135,7 @@ def test_softmax_output_only_on_request():
         full.sort(-1).values.double(), torch.tensor(expected, dtype=torch.float64)[:, 0], rtol=1e-6, atol=0
     )  # fp32
     for renorm, wanted in [(0, False), (1, False), (1, True)]:
-        assert ops.npu_moe_gating_top_k_softmax_v2(logits, k=2, renorm=renorm, output_softmax=wanted)[
-            2
-        ].shape == (0,)
+        assert ops.npu_moe_gating_top_k_softmax_v2(logits, k=2, renorm=renorm, output_softmax=wanted)[2].shape == (0,)
 
 
 @pytest.mark.parametrize("norm_type", [0, 1])
@@ -157,9 +153,7 @@ def test_gating_top_k_scores_bias_renorm_and_scale(norm_type, renorm, with_bias)
         chosen = sorted(range(10), key=lambda e: (-biased[e], e))[:3]
         divisor = sum(scores[e] for e in chosen) if renorm or norm_type == 1 else 1.0  # sigmoid: always
         assert ids[token].tolist() == chosen
-        assert weights[token].tolist() == pytest.approx(
-            [2.5 * scores[e] / divisor for e in chosen], rel=1e-13
-        )  # fp64
+        assert weights[token].tolist() == pytest.approx([2.5 * scores[e] / divisor for e in chosen], rel=1e-13)  # fp64
         assert full[token].tolist() == pytest.approx(scores, rel=1e-6)  # fp32 output
     assert ops.npu_moe_gating_top_k(logits, 3)[2].isnan().all()
 
@@ -427,9 +421,7 @@ def test_dense_row_column_and_expert_parallel_blocks_agree(case):
     ranges = [(0, cut), (cut, experts)] if cut < experts else [(0, experts)]
     halves = sum(routed_moe(*block, span, *ROW) for span in ranges)  # what an all-reduce over EP ranks adds
     for out in (row, column, halves):
-        torch.testing.assert_close(
-            out, expected, rtol=1e-11, atol=1e-12
-        )  # fp64, the order of the sums differs
+        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)  # fp64, the order of the sums differs
 
 
 def test_a_rank_none_of_whose_experts_was_chosen_adds_exact_zeros():
@@ -464,9 +456,7 @@ def test_mixing_the_index_families_is_wrong_without_an_error(init, finalize):
     mixed = routed_moe(x, ids, weights, gate_up, down, (0, 6), init, finalize)
     assert (mixed - expected).abs().max() > 0.1
     one = routed_moe(x[:1], ids[:1], weights[:1], gate_up, down, (0, 6), init, finalize)
-    torch.testing.assert_close(
-        one, expected[:1], rtol=1e-11, atol=1e-12
-    )  # fp64, the order of the sums differs
+    torch.testing.assert_close(one, expected[:1], rtol=1e-11, atol=1e-12)  # fp64, the order of the sums differs
 
 
 def test_no_tokens_is_a_legal_batch():
@@ -514,9 +504,7 @@ def calls():
         options = {"drop_pad_mode": 1, "expert_capacity": 2, "expert_num": 6, "expert_tokens_num_type": 1}
         yield ops.npu_moe_init_routing_v2, (x, ids), {**options, "expert_tokens_num_flag": flag}
     index = torch.arange(10, dtype=torch.int32)
-    for mode, scales in itertools.product(
-        [0, 1, 2, 3], [torch.ones(5, 2), torch.ones(5, 2, dtype=torch.bfloat16)]
-    ):
+    for mode, scales in itertools.product([0, 1, 2, 3], [torch.ones(5, 2), torch.ones(5, 2, dtype=torch.bfloat16)]):
         rows = rand(5, 2, 4, dtype=torch.bfloat16) if mode in (1, 3) else rand(10, 4, dtype=torch.bfloat16)
         yield ops.npu_moe_finalize_routing, (rows, None, None, None, scales, index, None, mode), {}
 

@@ -24,9 +24,7 @@ def _restore_product():
 
 def angles(tokens, dim, dtype, seed):
     """cos and sin [tokens, dim / 2]; random angles, for no rule here depends on the frequencies."""
-    theta = (
-        torch.rand(tokens, dim // 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 6.3
-    )
+    theta = torch.rand(tokens, dim // 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * 6.3
     return theta.cos().to(dtype), theta.sin().to(dtype)
 
 
@@ -60,9 +58,7 @@ def nearest_bf16(values, tie):
     out = []
     for v in values.flatten().tolist():
         bits = int(np.float32(v).view(np.uint32))
-        low, high = (
-            float(np.uint32(b).view(np.float32)) for b in (bits & 0xFFFF0000, (bits & 0xFFFF0000) + 0x10000)
-        )
+        low, high = (float(np.uint32(b).view(np.float32)) for b in (bits & 0xFFFF0000, (bits & 0xFFFF0000) + 0x10000))
         near, far = abs(v - low), abs(high - v)
         out.append(low if near < far else high if far < near else tie(low, high))
     return torch.tensor(out, dtype=torch.float64).to(torch.bfloat16).view(values.shape)
@@ -96,9 +92,7 @@ def test_interleave_is_half_under_a_permutation_of_the_head_dim():
     q, _ = qk(4, 32, torch.bfloat16, 0)
     cos, sin = angles(4, 32, torch.bfloat16, 0)
     halves_first = torch.arange(32).view(16, 2).t().flatten()  # evens, then odds
-    interleaved = OPS.npu_rotary_mul(
-        q, full_width(cos, "interleave"), full_width(sin, "interleave"), "interleave"
-    )
+    interleaved = OPS.npu_rotary_mul(q, full_width(cos, "interleave"), full_width(sin, "interleave"), "interleave")
     half = OPS.npu_rotary_mul(q[..., halves_first], full_width(cos, "half"), full_width(sin, "half"), "half")
     assert torch.equal(interleaved[..., halves_first], half)
 
@@ -116,9 +110,7 @@ def test_four_dim_layouts_broadcast(layout):
     expected = arranged(OPS.npu_rotary_mul(q, cos, sin))
     assert torch.equal(OPS.npu_rotary_mul(arranged(q), arranged(cos), arranged(sin)), expected)
     shared = [arranged(t).select(order.index(0), 0).unsqueeze(order.index(0)) for t in (cos, sin)]
-    first = OPS.npu_rotary_mul(arranged(q), *shared).select(
-        order.index(0), 0
-    )  # one row of angles for all batches
+    first = OPS.npu_rotary_mul(arranged(q), *shared).select(order.index(0), 0)  # one row of angles for all batches
     assert torch.equal(first, expected.select(order.index(0), 0))
 
 
