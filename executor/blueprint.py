@@ -21,6 +21,7 @@ from executor.moe.gate import BalancedGate, Gate
 from executor.moe.strategy import Dispatched, Strategy, StrategyName
 from executor.moe.tp import TensorParallel
 from executor.parallel.groups import Groups
+from executor.quant.scheme import LinearScheme
 from executor.quant.unquantized import UnquantizedLinear
 
 
@@ -48,6 +49,7 @@ class Blueprint:
     groups: Groups
     storage: Storage
     max_positions: int
+    scheme: LinearScheme = UnquantizedLinear()
     moe_strategy: StrategyName = "tp"
     balanced_gate: bool = False
 
@@ -55,10 +57,10 @@ class Blueprint:
         return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, self.storage)
 
     def attention(self) -> Attention:
-        return Attention(self.config, self.groups.attn_tp, self.storage, UnquantizedLinear())
+        return Attention(self.config, self.groups.attn_tp, self.storage, self.scheme)
 
     def dense_mlp(self) -> MLP:
-        return MLP(self.config, self.groups.dense_tp, self.storage, UnquantizedLinear())
+        return MLP(self.config, self.groups.dense_tp, self.storage, self.scheme)
 
     def moe_block(self) -> MoeBlock:
         moe, hidden = self.config.moe, self.config.hidden_size

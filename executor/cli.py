@@ -21,6 +21,7 @@ from executor.text import Prompt, read_prompts
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 ConfigArgument = Annotated[Path, typer.Argument(help="recipe, one of configs/*.yaml")]
 SetOption = Annotated[
@@ -119,10 +120,9 @@ def infer(
 
         converse(session, err)
         return
-    prompts = _prompts(session, prompt, file)
+    prompts, path = _prompts(session, prompt, file), output_path(run, "report.json")
     answers, figures = _answer(session, prompts, stream=True)
     print_summary(out, figures)
-    path = output_path(run, "report.json")
     write_json(path, {"figures": figures, "config": identity(run), "answers": _records(prompts, answers)})
     out.print(f"report: {path}", soft_wrap=True)
 
@@ -137,7 +137,7 @@ def evaluate(
     """Score exact answers on held-out questions."""
     run = RunConfig.load(config, overrides or ())
     session = Session.open(run)
-    prompts = read_prompts(file)[:limit]
+    prompts, path = read_prompts(file)[:limit], output_path(run, "eval.json")
     if any(p.answer is None for p in prompts):
         raise UserError(f"{file}: eval needs an `answer` in every line")
     answers, figures = _answer(session, prompts, stream=False)
@@ -147,7 +147,6 @@ def evaluate(
         out.print(f"wrong: {said!r} -> {answers[index].text!r}, expected {prompts[index].answer!r}", soft_wrap=True)
     print_summary(out, figures)
     out.print(f"exact: {result.exact} of {result.total} = {result.share:.1%}")
-    path = output_path(run, "eval.json")
     content = {"score": dataclasses.asdict(result), "figures": figures, "config": identity(run)}
     write_json(path, {**content, "answers": _records(prompts, answers)})
     out.print(f"report: {path}", soft_wrap=True)
@@ -156,21 +155,24 @@ def evaluate(
 def main() -> int:
     """Run a command. Exit codes: 0 done, 2 something the user can mend, 130 interrupted."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False) or 0  # typer returns the code of an Exit, to which it turns Ctrl-C
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except typer.Exit as done:
-        return done.exit_code
+        return _complain(error)
     except (KeyboardInterrupt, typer.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
+        code = INTERRUPTED
     except Exception as error:
         if type(error).__module__.startswith(("click", "typer")):
-            print(f"error: {getattr(error, 'format_message', lambda: error)()}", file=sys.stderr)
-            return 2
+            message = str(error.format_message() if hasattr(error, "format_message") else error)
+            return _complain(message) if message else 2  # no arguments at all: the help has been shown
         raise
-    return 0
+    if code == INTERRUPTED:
+        print("interrupted", file=sys.stderr)
+    return code
+
+
+def _complain(problem: object) -> int:
+    print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)  # one line, whatever a file is called
+    return 2
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ settings (``rope_scaling`` of 4.x, ``rope_parameters`` of 5.x) mean here what th
 implement is refused here, by name.
 """
 
+import copy
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 from executor.errors import UserError
 
 ROPE_TYPES = ("default", "yarn")
+ROPE_KEYS = ("rope_scaling", "rope_parameters")
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,11 @@ class MoeConfig:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool
+
+    def __post_init__(self) -> None:
+        for key, least in (("num_experts", 0), ("moe_intermediate_size", 1)):
+            if getattr(self, key) < least:
+                raise UserError(f"config.json: {key}={getattr(self, key)} must be at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +87,12 @@ def read_config_json(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: no such file; a model directory holds config.json, the safetensors shards and the tokenizer"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as JSON: {error}") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); it must be a readable file") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, thousands of digits or of brackets
+        raise UserError(f"{path}: not JSON ({error}); download it again") from None
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+        raise UserError(f"{path}: expected a JSON object, found {type(raw).__name__}; download it again")
     return raw
 
 
@@ -99,21 +110,59 @@ def with_overrides(
     return raw
 
 
-def _rope(raw: dict[str, Any], parameters: dict[str, Any]) -> RopeConfig:
-    for key in ("rope_scaling", "rope_parameters"):
-        section = raw.get(key) or {}
-        kind = section.get("rope_type", section.get("type", "default"))
-        if kind not in ROPE_TYPES:
-            raise UserError(f"config.json: {key}.rope_type={kind!r} is not supported; one of {', '.join(ROPE_TYPES)}")
-    kind = parameters.get("rope_type", "default")
-    fields = {k: v for k, v in parameters.items() if k in RopeConfig.__dataclass_fields__ and v is not None}
-    if kind == "yarn":
-        for key in ("factor", "original_max_position_embeddings"):
-            if key not in fields:
-                raise UserError(f"config.json: rope_type yarn needs {key} in rope_scaling or rope_parameters")
-        if not fields["factor"] >= 1:
-            raise UserError(f"config.json: yarn factor={fields['factor']} must be at least 1")
-    return RopeConfig(**fields)
+def _check_rope(key: str, section: object) -> None:
+    """``section`` is the value of ``key``, either spelling of rope settings."""
+    if not isinstance(section, dict):
+        raise UserError(f"config.json: {key}={section!r} must be an object with rope_type, or null")
+    spelling = "rope_type" if "rope_type" in section else "type"
+    kind = section.get(spelling, "default")
+    if kind not in ROPE_TYPES:
+        raise UserError(f"config.json: {key}.{spelling}={kind!r} is not supported; one of {', '.join(ROPE_TYPES)}")
+    for name, value in section.items():
+        known = name in RopeConfig.__dataclass_fields__ and name not in ("rope_type", "truncate")
+        if known and value is not None and not _is_positive(value):
+            raise UserError(f"config.json: {key}.{name}={value!r} must be a positive number")
+    if section.get("partial_rotary_factor") not in (None, 1):
+        raise UserError(f"config.json: {key}.partial_rotary_factor is not supported; Qwen3 rotates whole heads")
+    if kind == "yarn" and (section.get("factor") or 0) < 1:
+        raise UserError(
+            f"config.json: {key}.factor={section.get('factor')} must be a number >= 1, the extended context divided "
+            "by the original one, as rope type yarn needs it"
+        )
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _check_sizes(hf: Any) -> None:
+    """transformers' check lets zero and negative sizes through."""
+    for key in (*REQUIRED, "num_key_value_heads", "max_position_embeddings"):
+        value = getattr(hf, key)
+        if not (isinstance(value, int) and value >= 1):
+            raise UserError(f"config.json: {key}={value!r} must be an integer >= 1")
+    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
+    if heads % kv_heads:
+        raise UserError(
+            f"config.json: num_key_value_heads={kv_heads} must divide num_attention_heads={heads}, so that query "
+            "heads can share them evenly"
+        )
+
+
+def _read(raw: dict[str, Any], config_class: type) -> Any:
+    """``config_class`` of ``raw``. Its log is silenced: what it warns of is refused here or, like a context other
+    than factor times the original one, what Qwen3's model cards prescribe."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    fields = copy.deepcopy({k: v for k, v in raw.items() if k not in ("architectures", "transformers_version")})
+    try:
+        return config_class(**fields)  # the copy, because it writes into the rope settings it is given
+    except Exception as error:  # transformers raises many kinds here; all of them mean the file is wrong
+        raise UserError(f"config.json: {' '.join(str(error).split())}") from None
+    finally:
+        logging.set_verbosity(level)
 
 
 def parse_shared_fields(raw: dict[str, Any], config_class: type) -> tuple[Any, dict[str, Any]]:
@@ -124,26 +173,25 @@ def parse_shared_fields(raw: dict[str, Any], config_class: type) -> tuple[Any, d
     Raises:
         UserError: a required key is missing, a value has the wrong type, or a feature is not supported.
     """
-    required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for key in required:
+    for key in REQUIRED:
         if key not in raw:
-            raise UserError(f"config.json: missing key {key}")
+            raise UserError(f"config.json: missing key {key}; use the config.json that came with the weights")
     if raw.get("use_sliding_window"):
         raise UserError("config.json: use_sliding_window=true is not supported; Qwen3 was released without it")
     if raw.get("hidden_act", "silu") != "silu":
         raise UserError(f"config.json: hidden_act={raw['hidden_act']!r} is not supported; only silu")
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method")
+        section = raw["quantization_config"]
+        method = section.get("quant_method") if isinstance(section, dict) else section
         raise UserError(f"config.json: quantization_config ({method}) is not supported yet; use a BF16 checkpoint")
-    _rope(raw, {"rope_type": "default"})
-    try:
-        hf = config_class(**{k: v for k, v in raw.items() if k not in ("architectures", "transformers_version")})
-    except Exception as error:  # transformers raises many kinds here; all of them mean the file is wrong
-        raise UserError(f"config.json: {' '.join(str(error).split())}") from None
-    heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
-    if heads % kv_heads:
-        raise UserError(f"config.json: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+    for key in ROPE_KEYS:
+        if raw.get(key) is not None:
+            _check_rope(key, raw[key])
+    if raw.get("rope_theta") is not None and not _is_positive(raw["rope_theta"]):
+        raise UserError(f"config.json: rope_theta={raw['rope_theta']!r} must be a positive number")
+    hf = _read(raw, config_class)
+    _check_sizes(hf)
+    rope = {k: v for k, v in hf.rope_parameters.items() if k in RopeConfig.__dataclass_fields__ and v is not None}
     eos = hf.eos_token_id
     return hf, dict(
         model_type=raw["model_type"],
@@ -151,14 +199,14 @@ def parse_shared_fields(raw: dict[str, Any], config_class: type) -> tuple[Any, d
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
         num_hidden_layers=hf.num_hidden_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
+        num_attention_heads=hf.num_attention_heads,
+        num_key_value_heads=hf.num_key_value_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         rms_norm_eps=hf.rms_norm_eps,
         attention_bias=hf.attention_bias,
         tie_word_embeddings=hf.tie_word_embeddings,
         max_position_embeddings=hf.max_position_embeddings,
-        rope=_rope(raw, dict(hf.rope_parameters or {})),
+        rope=RopeConfig(**rope),
         dtype=str(hf.dtype).removeprefix("torch.") if hf.dtype is not None else None,
         eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
     )

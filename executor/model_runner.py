@@ -16,6 +16,7 @@ from executor.config import RunConfig
 from executor.errors import UserError
 from executor.kv_cache import allocate
 from executor.layers.decoder import CausalLM
+from executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from executor.model_config import ModelConfig, read_config_json, with_overrides
 from executor.ops.attention import causal_mask
 from executor.ops.reference.product import set_product
@@ -98,16 +99,22 @@ class ModelRunner(ABC):
         """The model, with uninitialised weights."""
 
     def load_weights(self, on_bytes: Callable[[int, int], None] = lambda done, total: None) -> LoadReport:
-        """Fill the model from ``model_path``, or with random weights if ``with_ckpt`` is false."""
-        if not self.plan.run.model.with_ckpt:
+        """Fill the model from ``model_path``, or with random weights if ``with_ckpt`` is false. Once per runner."""
+        run = self.plan.run.model
+        report = LoadReport()
+        if not run.with_ckpt:
             randomize(self.model)
-            return LoadReport()
-        if self.plan.run.model.model_path is None:
+        elif run.model_path is None:
             raise UserError(
                 "model_config.model_path is not set: name a checkpoint directory "
                 "(--set model_config.model_path=DIR), or set model_config.with_ckpt=false for random weights"
             )
-        return load_weights(self.model, self.plan.run.model.config_dir, on_bytes)
+        else:
+            report = load_weights(self.model, run.config_dir, on_bytes)
+        for module in self.model.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.finalize()
+        return report
 
     def graph_compile(self) -> None:
         """Make ``self.forward`` the compiled form that ``exe_mode`` asks for; ``eager`` leaves the model as it is."""

@@ -21,6 +21,9 @@ from executor.model_config import ModelConfig
 from executor.moe.strategy import Choice, choose
 from executor.parallel.groups import planned_groups
 from executor.platform.features import GIB, Features
+from executor.quant.packed import PackedLinear
+from executor.quant.scheme import LinearScheme
+from executor.quant.unquantized import UnquantizedLinear
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,12 @@ def make_plan(
     sizes = {name: getattr(run.parallel, f"{name}_size") for name in _GROUPS}
     groups = planned_groups(0, **sizes)
     choices = _moe_choices(run, config, features)
+    scheme, why_scheme = _scheme(dtype, features)
     blueprint = Blueprint(
         config=config,
         groups=groups,
         storage=Storage(dtype, torch.device("meta"), features.out_in_order),
+        scheme=scheme,
         max_positions=-(-max_seq_len // run.scheduler.block_size) * run.scheduler.block_size,
         moe_strategy=choices[0][1].strategy if choices else "tp",
         balanced_gate=run.model.force_eplb,
@@ -85,6 +90,7 @@ def make_plan(
         Decision("exe_mode", run.model.exe_mode, "model_config.exe_mode"),
         *_layout_decisions(run, config),
         *(Decision(f"MoE strategy, {phase}", choice.strategy, choice.reason) for phase, choice in choices),
+        Decision("linear layers", type(scheme).__name__, why_scheme),
         Decision("weight order", "[out, in]" if features.out_in_order else "[in, out]", _why_order(features)),
         Decision("max_seq_len", f"{max_seq_len} tokens", why_length),
         Decision(
@@ -128,6 +134,12 @@ def _dtype(run: RunConfig, config: ModelConfig, features: Features) -> tuple[tor
             f"model_config.dtype={name} does not run on {features.name}; one of {', '.join(features.float_types)}"
         )
     return getattr(torch, name), reason
+
+
+def _scheme(dtype: torch.dtype, features: Features) -> tuple[LinearScheme, str]:
+    if features.device_type == "cpu" and dtype == torch.bfloat16 and PackedLinear.available():
+        return PackedLinear(), "bfloat16 on a CPU with oneDNN: packed weights are read faster"
+    return UnquantizedLinear(), "floating-point weights, used as loaded"
 
 
 def _max_seq_len(run: RunConfig, config: ModelConfig) -> tuple[int, str]:

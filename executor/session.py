@@ -2,6 +2,7 @@
 """A run from config to loaded runner, and from prompts to requests: what every command needs."""
 
 import dataclasses
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +111,13 @@ class Session:
 
 
 def output_path(run: RunConfig, name: str) -> Path:
-    """``<output_config.dir>/<model_name>/<name>``."""
-    return run.output.path / run.model.model_name / name
+    """``<output_config.dir>/<model_name>/<name>``. Raises UserError if it could not be written, so that a run does
+    not end in that surprise; nothing is created yet."""
+    path = run.output.path / run.model.model_name / name
+    nearest = next(parent for parent in path.parents if parent.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK) or path.is_dir():
+        raise UserError(f"output_config.dir={run.output.dir}: {path} cannot be written; name a writable directory")
+    return path
 
 
 def identity(run: RunConfig) -> dict[str, Any]:

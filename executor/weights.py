@@ -9,7 +9,7 @@ another shape: each is an error that lists them.
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,11 +67,15 @@ class Checkpoint:
             absent = sorted(expected - set(keys))
             if absent:
                 raise UserError(
-                    f"{folder / INDEX}: {file_name} does not hold {_some(absent)}, which the index says it does"
+                    f"{folder / INDEX}: {file_name} does not hold {_some(absent)}, which the index says it does; "
+                    "index and shards must be of one download"
                 )
             for key in keys:
                 if key in where:
-                    raise UserError(f"{folder}: tensor {key} is in both {where[key]} and {file_name}")
+                    raise UserError(
+                        f"{folder}: tensor {key} is in both {where[key]} and {file_name}; which of the two is right "
+                        "is unknown: download the checkpoint again"
+                    )
                 where[key] = file_name
                 self.names[key] = (handle, key)
         if not any(name.startswith("model.") for name in self.names):
@@ -84,25 +88,31 @@ class Checkpoint:
             try:
                 content = json.loads(index.read_text(encoding="utf-8"))
                 weight_map = {str(k): str(v) for k, v in content["weight_map"].items()}
-            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-                raise UserError(f"{index}: not a safetensors index: {error!r}") from None
+            except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+                raise UserError(
+                    f"{index}: not a safetensors index, a JSON object with weight_map ({type(error).__name__}: "
+                    f"{error}); download it again"
+                ) from None
             files: dict[str, set[str]] = defaultdict(set)
             for name, file_name in weight_map.items():
                 if Path(file_name).name != file_name:
-                    raise UserError(f"{index}: {name} points outside of its directory: {file_name}")
+                    raise UserError(
+                        f"{index}: {name} points outside of its directory: {file_name}; name files beside the index"
+                    )
                 files[file_name].add(name)
             missing = [f for f in sorted(files) if not (self.folder / f).is_file()]
             if missing:
-                raise UserError(f"{self.folder}: missing shard {_some(missing)}, named by {INDEX}")
+                raise UserError(f"{self.folder}: missing shard {_some(missing)}, named by {INDEX}; download it")
             if not files:
-                raise UserError(f"{index}: weight_map is empty")
+                raise UserError(f"{index}: weight_map is empty; download it again")
             return dict(sorted(files.items()))
         found = sorted(p.name for p in self.folder.glob("*.safetensors"))
         if not found:
-            raise UserError(f"{self.folder}: no safetensors file; only safetensors checkpoints are read")
+            raise UserError(f"{self.folder}: no safetensors file, and no other format is read; download the weights")
         if len(found) > 1 and "model.safetensors" not in found:
             raise UserError(
-                f"{self.folder}: {len(found)} safetensors files but no {INDEX}, so which to read is unknown"
+                f"{self.folder}: {len(found)} safetensors files but no {INDEX}, so which to read is unknown; "
+                "download the index"
             )
         return {"model.safetensors" if len(found) > 1 else found[0]: set()}
 
@@ -129,13 +139,19 @@ def _open(path: Path) -> Any:
                     f"{path}: is a git-lfs pointer, not weights; run `git lfs pull` in the checkpoint's repository"
                 )
         return safe_open(path, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); it must be a readable file") from None
+    except SafetensorError as error:
         raise UserError(f"{path}: truncated or damaged safetensors file ({error}); download it again") from None
 
 
 def _some(names: Iterable[str], most: int = 4) -> str:
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _count(tensors: Collection[str]) -> str:
+    return f"{len(tensors)} tensor{'s' * (len(tensors) != 1)}"
 
 
 def load_weights(
@@ -190,14 +206,14 @@ def _tied_head(model: nn.Module, checkpoint: Checkpoint, report: LoadReport) -> 
 def _match(slots: list[tuple[str, Slot]], checkpoint: Checkpoint, ignore: set[str]) -> list[tuple[str, Slot]]:
     """The reads that fill all of ``slots``, in the files' order. Raises UserError with what does not fit."""
     reads: dict[int, tuple[str, Slot]] = {}
-    known, missing, twice, shapes = set(ignore), [], [], []
+    known, missing, twice, misfits = set(ignore), [], [], {}
 
     def use(name: str, slot: Slot) -> None:
         known.add(name)
         if checkpoint.shape(name) != slot.shape:
-            shapes.append(f"{name} is {list(checkpoint.shape(name))}, expected {list(slot.shape)}")
+            misfits[name] = f"{name} is {list(checkpoint.shape(name))}, expected {list(slot.shape)}"
         elif checkpoint.dtype(name) not in FLOATS:
-            shapes.append(f"{name} has dtype {checkpoint.dtype(name)}, expected one of {', '.join(FLOATS)}")
+            misfits[name] = f"{name} has dtype {checkpoint.dtype(name)}, expected one of {', '.join(FLOATS)}"
         elif slot.target is not None:
             reads[id(slot)] = (name, slot)
 
@@ -214,15 +230,17 @@ def _match(slots: list[tuple[str, Slot]], checkpoint: Checkpoint, ignore: set[st
     unexpected = [name for name in checkpoint.names if name not in known]
     where = checkpoint.folder
     if twice:
-        raise UserError(f"{where}: experts are stored both one by one and fused: {_some(twice)}")
+        raise UserError(f"{where}: experts are stored both one by one and fused: {_some(twice)}; remove one of the two")
+    fix = "; config.json and weights must be of one model, and the download complete"
     if missing:
-        hint = "; config.json says tie_word_embeddings=false, which needs it" if missing == ["lm_head.weight"] else ""
         extra = f"; unexpected: {_some(unexpected)}" if unexpected else ""
-        raise UserError(f"{where}: {len(missing)} tensors missing: {_some(missing)}{hint}{extra}")
+        if missing == ["lm_head.weight"]:
+            fix = "; config.json says tie_word_embeddings=false, which needs it: download it, or set that to true"
+        raise UserError(f"{where}: {_count(missing)} missing: {_some(missing)}{extra}{fix}")
     if unexpected:
-        raise UserError(f"{where}: {len(unexpected)} tensors not in this model: {_some(unexpected)}")
-    if shapes:
-        raise UserError(f"{where}: {len(shapes)} tensors do not fit: {_some(shapes)}")
+        raise UserError(f"{where}: {_count(unexpected)} not in this model: {_some(unexpected)}{fix}")
+    if misfits:
+        raise UserError(f"{where}: {_count(misfits)} of another kind: {_some(misfits.values())}{fix}")
     order = {name: i for i, name in enumerate(checkpoint.names)}
     return sorted(reads.values(), key=lambda read: order[read[0]])
 

@@ -44,6 +44,9 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scheme.apply(self, x, self.bias)
 
+    def finalize(self) -> None:
+        self.scheme.finalize(self)
+
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """``prefix`` is the parent's checkpoint name; each part adds its own."""
         start = 0
@@ -93,6 +96,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.reduce(self.partial(x))
+
+    def finalize(self) -> None:
+        self.scheme.finalize(self)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         name = f"{prefix}.{self.name}"

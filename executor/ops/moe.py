@@ -23,8 +23,8 @@ ROW_FAMILY = 2  # drop_pad_mode of finalize routing: copy (token i, slot j) is n
 def gate_topk(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """The top-k experts of each token and their softmax weights, in descending order; lower ids win ties.
 
-    ``renormalize`` is the checkpoint's ``norm_topk_prob``: the K weights sum to one. Returns weights ``[T,
-    K]`` in the logits' dtype and ids ``[T, K]`` int32.
+    ``renormalize`` is the checkpoint's ``norm_topk_prob``: the K weights sum to one. Returns weights
+    ``[T, K]`` in the logits' dtype and ids ``[T, K]`` int32.
     """
     weights_TK, ids_TK, _ = torch.ops.npu.npu_moe_gating_top_k_softmax_v2(
         logits_TE, k=top_k, renorm=RENORMALIZE if renormalize else PLAIN

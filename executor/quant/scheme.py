@@ -24,5 +24,8 @@ class LinearScheme(Protocol):
         """Where ``name``'s tensors come from: ``rows`` of the layer's outputs hold ``index`` of the ``[out, in]``
         matrix of ``shape`` on disk."""
 
+    def finalize(self, layer: nn.Module) -> None:
+        """Bring loaded weights into the form that ``apply`` reads. Called once, before the first step."""
+
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """``[T, in] -> [T, out]``."""

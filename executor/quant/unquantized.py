@@ -22,6 +22,9 @@ class UnquantizedLinear:
         weight = layer.get_parameter("weight")
         yield f"{name}.weight", Slot(weight, weight.data.t()[rows], shape, index)
 
+    def finalize(self, layer: nn.Module) -> None:
+        """Nothing to do: weights are used as they are loaded."""
+
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         weight = layer.get_parameter("weight")
         return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)

@@ -106,7 +106,7 @@ def _scatter(op: str, mode: str, name: str, x: Tensor, cache: Tensor, slots: Ten
     slots = slots.long()
     if slots.numel() and int(slots.max()) >= cache.shape[0] * block_size:
         raise ValueError(
-            f"{op}: slot {int(slots.max())} is outside the {name} cache of {cache.shape[0]} x {block_size} slots"
+            f"{op}: slot {int(slots.max())} is outside the {name} cache, {cache.shape[0]} x {block_size} slots"
         )
     if slots.unique().numel() != slots.numel():
         raise ValueError(f"{op}: slot_mapping names a slot twice; which token wins is undefined on the card")

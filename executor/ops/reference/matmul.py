@@ -72,8 +72,8 @@ def grouped_matmul(
     """Rows of ``x``, grouped by expert, times that expert's matrix. The MoE form for float dtypes only.
 
     ``x=[X (M, K)]``; ``weight=[W (E, K, N)]`` or E tensors ``(K, N)``, of any strides; ``bias=[(E, N)]`` or E
-    tensors ``(N,)``; ``group_list`` int64: cumulative ends (type 0) or counts (type 1) ``(E,)``, or ``(G,
-    2)`` pairs of expert id and count ended by a zero count (type 2). Returns ``[Y (M, N)]`` in x's dtype or
+    tensors ``(N,)``; ``group_list`` int64: cumulative ends (type 0) or counts (type 1) ``(E,)``, or
+    ``(G, 2)`` pairs of expert id and count ended by a zero count (type 2). Returns ``[Y (M, N)]`` in x's dtype or
     ``output_dtype``. Rows past the covered range are undefined on the device and NaN here. RuntimeError for
     malformed groups, NotImplementedError for the quantised forms.
     """

@@ -35,12 +35,12 @@ def finalize_routing(
 ) -> Tensor:
     """``out[i] = skip1[i] + skip2[i] + sum_j scales[i, j] * (rows[p(i, j)] + bias[expert(i, j)])``.
 
-    Rows ``[R, H]`` (modes 0 and 2) or ``[E, C, H]`` (1 and 3); ``scales`` and ``export_for_source_row [T,
-    K]``, ``bias [E, H]``, skips ``[T, H]``. ``p(i, j)`` is ``expanded_src_to_dst_row [T*K]`` int32 at ``j*T +
-    i`` (modes 0, 1) or ``i*K + j`` (2, 3); a position of -1 contributes zero, whatever the mode (the vendor's
-    pages promise it for 1 and 3 only; its golden and recipes use it with 2). ``k`` is K when there are no
-    ``scales``, and each weight 1. Returns ``[T, H]`` in the rows' dtype. RuntimeError for arguments that do
-    not go together.
+    Rows ``[R, H]`` (modes 0 and 2) or ``[E, C, H]`` (1 and 3); ``scales`` and ``export_for_source_row``
+    ``[T, K]``; ``bias [E, H]``; skips ``[T, H]``. ``p(i, j)`` is ``expanded_src_to_dst_row [T*K]`` int32 at
+    ``j*T + i`` (modes 0, 1) or ``i*K + j`` (2, 3). A position of -1 contributes zero, whatever the mode (the
+    vendor's pages promise it for 1 and 3 only; its golden and recipes use it with 2). Without ``scales`` each
+    weight is 1 and ``k`` is K. Returns ``[T, H]`` in the rows' dtype. RuntimeError for arguments that do not
+    go together.
     """
     rows, position = expanded_permuted_rows, expanded_src_to_dst_row
     tokens, top_k = _check(rows, skip1, skip2, bias, scales, position, export_for_source_row, drop_pad_mode, k)

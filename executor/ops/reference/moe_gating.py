@@ -58,8 +58,8 @@ def _check(x: Tensor, k: int, dims: tuple[int, ...]) -> None:
 def gating_top_k_softmax(x: Tensor, finished: Tensor | None = None, k: int = 1) -> _Triple:
     """Softmax, then top-k; the weights are NOT renormalised.
 
-    ``x [T, E]`` or ``[A, B, E]``; ``finished [T]`` bool. Returns weights ``[T, K]`` in x's dtype, ids ``[T,
-    K]`` int32 and ``row_idx [T, K]`` int32 with ``row_idx[i, j] = j*T + i``, the column family's flat index.
+    ``x [T, E]`` or ``[A, B, E]``; ``finished [T]`` bool. Returns weights ``[T, K]`` in x's dtype, ids
+    ``[T, K]`` int32 and ``row_idx [T, K]`` int32 with ``row_idx[i, j] = j*T + i``, the column family's flat index.
     """
     _check(x, k, (2, 3))
     weights, ids = _select(_wide(x).softmax(-1), k)

@@ -79,8 +79,8 @@ def npu_rotary_mul(
 def _to_bf16_half_away(x: Tensor) -> Tensor:
     """fp32 -> bf16, ties away from zero: bit 15 is half a bf16 ulp, and the sign is stored apart."""
     bits = (x.view(torch.int32) + 0x8000) & ~0xFFFF
-    # a NaN's bit pattern may wrap around when added to; infinities and NaN need no rounding anyway
-    return torch.where(x.isfinite(), bits.view(torch.float32), x).to(torch.bfloat16)
+    # infinities have no low bits, and no NaN made from bf16 operands has enough of them to wrap around
+    return bits.view(torch.float32).to(torch.bfloat16)
 
 
 @reference("npu_apply_rotary_pos_emb")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache writes against element-by-element loops, in every format; what is written reads back by every name."""
+"""Cache writes against element-by-element loops in every format, read back under every name."""
 
 import pytest
 import torch

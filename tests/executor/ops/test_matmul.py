@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import executor.ops.reference.matmul  # noqa: F401  registers the kernels
+import executor.ops.reference  # noqa: F401  registers the kernels
 from executor.ops import matmul
 
 ops = torch.ops.npu
