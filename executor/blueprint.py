@@ -2,7 +2,7 @@
 """All that is needed to build a model: shapes, groups, memory order, strategies. It makes the parts models compose."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class Blueprint:
     groups: Groups
     storage: Storage
     max_positions: int
-    scheme: LinearScheme = UnquantizedLinear()
+    scheme: LinearScheme = field(default_factory=UnquantizedLinear)
     moe_strategy: StrategyName = "tp"
     balanced_gate: bool = False
 

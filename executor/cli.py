@@ -76,9 +76,9 @@ def _prompts(session: Session, prompt: list[str] | None, file: Path | None) -> l
 def _answer(session: Session, prompts: list[Prompt], stream: bool) -> tuple[list[Answer], dict]:
     """Load, answer, and put the figures together."""
     requests = session.requests(prompts)
-    for line in session.advice():
-        err.print(f"note: {line}", style="yellow", soft_wrap=True)
     runner, load = session.load(err)
+    for line in session.advice():  # once nothing can be refused any more, so that an error is the only line
+        err.print(f"note: {line}", style="yellow", soft_wrap=True)
     printer = OrderedPrinter(prompts)
     if stream:
         printer.announce()

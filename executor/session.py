@@ -102,7 +102,8 @@ class Session:
         """Build the model and fill it, with a progress bar on ``console``."""
         runner = self.runner_kind(self.plan)
         columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
+        # where it cannot be drawn, all it would leave is an empty line
+        with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as progress:
             task = progress.add_task("loading", total=None)
             report = runner.load_weights(lambda done, total: progress.update(task, completed=done, total=total))
         for warning in report.warnings:

@@ -146,8 +146,8 @@ def kv_reader(
     return lengths, lambda b: (k[places[b]], v[places[b]])
 
 
-def _paged(call: Arguments, key: Tensor, value: Tensor, batch: int, head_dim: int) -> tuple[list[int], list[Tensor]]:
-    """KV length and block ids (int64) of each sequence."""
+def _paged(call: Arguments, key: Tensor, value: Tensor, batch: int, head_dim: int) -> tuple[list[int], list[list[int]]]:
+    """KV length and block ids of each sequence."""
     op, table = call.op, call.block_table
     if table is None or table.dim() != 2 or table.shape[0] != batch or table.dtype != torch.int32:
         raise ValueError(f"{op}: block_table must be int32 [{batch}, max blocks], one row per sequence")
@@ -157,8 +157,8 @@ def _paged(call: Arguments, key: Tensor, value: Tensor, batch: int, head_dim: in
     if call.kv_lengths is None:
         raise ValueError(f"{op}: a paged cache needs {call.kv_lengths_name}, one length per sequence")
     lengths = call.lengths(call.kv_lengths_name, call.kv_lengths, batch, table.shape[1] * size)
-    blocks = [row[: -(-n // size)].long() for row, n in zip(table, lengths)]
-    used = torch.cat(blocks)
-    if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < min(key.shape[0], value.shape[0]):
-        raise ValueError(f"{op}: block_table names a block outside 0..{min(key.shape[0], value.shape[0]) - 1}")
+    blocks = [row[: -(-n // size)] for row, n in zip(table.tolist(), lengths)]
+    last = min(key.shape[0], value.shape[0]) - 1
+    if any(not 0 <= block <= last for row in blocks for block in row):
+        raise ValueError(f"{op}: block_table names a block outside 0..{last}")
     return lengths, blocks

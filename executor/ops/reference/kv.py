@@ -94,23 +94,28 @@ def _check_cache(op: str, mode: str, name: str, x: Tensor, cache: Tensor) -> int
     return cache.shape[axis]
 
 
-def _scatter(op: str, mode: str, name: str, x: Tensor, cache: Tensor, slots: Tensor) -> None:
-    block_size = _check_cache(op, mode, name, x, cache)
-    if slots.dtype not in _INDEX_DTYPES or slots.shape != x.shape[:1]:
+def _live_slots(op: str, slots: Tensor, tokens: int) -> list[int]:
+    """The slots as integers. Raise unless there is one per token, and no slot is named twice."""
+    if slots.dtype not in _INDEX_DTYPES or slots.shape != (tokens,):
         raise ValueError(
-            f"{op}: slot_mapping must be int32 or int64 [{x.shape[0]}], got {slots.dtype} {tuple(slots.shape)}"
+            f"{op}: slot_mapping must be int32 or int64 [{tokens}], got {slots.dtype} {tuple(slots.shape)}"
         )
-    live = slots >= 0
-    if not bool(live.all()):
-        x, slots = x[live], slots[live]
-    slots = slots.long()
-    if slots.numel() and int(slots.max()) >= cache.shape[0] * block_size:
-        raise ValueError(
-            f"{op}: slot {int(slots.max())} is outside the {name} cache, {cache.shape[0]} x {block_size} slots"
-        )
-    if slots.unique().numel() != slots.numel():
+    named: list[int] = slots.tolist()
+    live = [slot for slot in named if slot >= 0]
+    if len(set(live)) != len(live):
         raise ValueError(f"{op}: slot_mapping names a slot twice; which token wins is undefined on the card")
-    block, offset = slots // block_size, slots % block_size
+    return named
+
+
+def _scatter(op: str, mode: str, name: str, x: Tensor, cache: Tensor, slots: list[int]) -> None:
+    size = _check_cache(op, mode, name, x, cache)
+    if slots and max(slots) >= cache.shape[0] * size:
+        raise ValueError(f"{op}: slot {max(slots)} is outside the {name} cache, {cache.shape[0]} x {size} slots")
+    if slots and min(slots) < 0:
+        x = x[torch.tensor(slots) >= 0]
+        slots = [slot for slot in slots if slot >= 0]
+    block = torch.tensor([slot // size for slot in slots], dtype=torch.int64)
+    offset = torch.tensor([slot % size for slot in slots], dtype=torch.int64)
     if mode == "Norm":
         _as_bytes(cache)[block, offset] = _as_bytes(x)
     else:
@@ -155,8 +160,11 @@ def npu_scatter_pa_kv_cache(
     mode = "PA_NZ" if cache_mode is None else cache_mode
     if mode not in ("Norm", "PA_NZ"):
         raise ValueError(f"{op}: cache_mode {cache_mode!r} is neither 'Norm' nor 'PA_NZ'")
-    _scatter(op, mode, "key", key, key_cache, slot_mapping)
-    _scatter(op, mode, "value", value, value_cache, slot_mapping)
+    if key.shape[0] != value.shape[0]:
+        raise ValueError(f"{op}: {key.shape[0]} keys, but {value.shape[0]} values")
+    slots = _live_slots(op, slot_mapping, key.shape[0])
+    _scatter(op, mode, "key", key, key_cache, slots)
+    _scatter(op, mode, "value", value, value_cache, slots)
 
 
 @reference("npu_scatter_pa_kv_cache_functional")
@@ -201,12 +209,16 @@ def paged_block_size(op: str, name: str, cache: Tensor, kv_heads: int, head_dim:
     return size
 
 
-def read_paged(cache: Tensor, blocks: Tensor, length: int, kv_heads: int) -> Tensor:
-    """The first ``length`` tokens held by ``blocks`` (int64 [n]) of ``cache``, as [length, kv_heads, D].
+def read_paged(cache: Tensor, blocks: list[int], length: int, kv_heads: int) -> Tensor:
+    """The first ``length`` tokens held by ``blocks`` of ``cache``, as [length, kv_heads, D].
 
-    Only the named blocks are copied, and nothing beyond ``length`` is returned.
+    Blocks that lie behind each other are read in place, others are copied; nothing beyond ``length`` is returned.
     """
-    picked = cache.index_select(0, blocks)
+    first = blocks[0] if blocks else 0
+    if blocks == list(range(first, first + len(blocks))):
+        picked = cache[first : first + len(blocks)]
+    else:
+        picked = cache.index_select(0, torch.tensor(blocks))
     if picked.dim() == 3:
         tokens = picked.unflatten(2, (kv_heads, -1))
     elif picked.dim() == 4:
