@@ -13,7 +13,6 @@ from executor.layers.embedding import LMHead, VocabParallelEmbedding
 from executor.layers.mlp import MLP
 from executor.layers.norm import RMSNorm
 from executor.layers.rope import RotaryEmbedding
-from executor.layers.storage import Storage
 from executor.model_config import ModelConfig
 from executor.moe.block import MoeBlock
 from executor.moe.experts import Experts
@@ -23,6 +22,7 @@ from executor.moe.tp import TensorParallel
 from executor.parallel.groups import Groups
 from executor.quant.scheme import LinearScheme
 from executor.quant.unquantized import UnquantizedLinear
+from executor.storage import Storage
 
 
 class PlannedStrategy:

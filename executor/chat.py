@@ -7,8 +7,8 @@ from rich.console import Console
 
 from executor.errors import UserError
 from executor.generation import generate
+from executor.prompts import Prompt
 from executor.session import Session
-from executor.text import Prompt
 
 
 def converse(session: Session, console: Console) -> None:
@@ -29,7 +29,7 @@ def converse(session: Session, console: Console) -> None:
             continue
         messages = [*history, {"role": "user", "content": line.rstrip("\n")}]
         try:
-            requests = session.requests([Prompt(messages=tuple(messages), text=None, answer=None, max_new_tokens=None)])
+            requests = session.requests([Prompt(messages=tuple(messages))])
         except UserError as error:
             console.print(f"error: {error}", style="red", soft_wrap=True)
             continue

@@ -14,13 +14,15 @@ from executor.errors import UserError
 from executor.evaluation import final_answer, score
 from executor.generation import Answer, generate
 from executor.model_runner import plan_run
+from executor.profiling import profiled
+from executor.prompts import Prompt, read_prompts
 from executor.report import print_plan, print_summary, summarize, write_json
 from executor.session import Session, identity, output_path
-from executor.text import Prompt, read_prompts
+from executor.text import IdCodec
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, markup=False)
+err = Console(stderr=True, highlight=False, markup=False)
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 ConfigArgument = Annotated[Path, typer.Argument(help="recipe, one of configs/*.yaml")]
@@ -63,9 +65,11 @@ class OrderedPrinter:
 
 
 def _prompts(session: Session, prompt: list[str] | None, file: Path | None) -> list[Prompt]:
-    found = [Prompt(messages=None, text=text, answer=None, max_new_tokens=None) for text in prompt or ()]
+    found = [Prompt(text=text) for text in prompt or ()]
     if file is not None:
         found += read_prompts(file)
+    if not found and isinstance(session.codec, IdCodec):
+        found = [Prompt(text="(random ids)")] * session.plan.run.scheduler.batch_size
     if not found and session.plan.run.data.dataset_path is not None:
         found = read_prompts(session.plan.run.data.dataset_path)
     if not found:
@@ -82,14 +86,15 @@ def _answer(session: Session, prompts: list[Prompt], stream: bool) -> tuple[list
     printer = OrderedPrinter(prompts)
     if stream:
         printer.announce()
-    answers, tally = generate(
-        runner,
-        requests,
-        vocab_limit=session.vocab_limit,
-        codec=session.codec,
-        stop=session.plan.run.sampling.stop,
-        on_text=printer if stream else lambda number, text, done: None,
-    )
+    with profiled(session.plan.run):
+        answers, tally = generate(
+            runner,
+            requests,
+            vocab_limit=session.vocab_limit,
+            codec=session.codec,
+            stop=session.plan.run.sampling.stop,
+            on_text=printer if stream else lambda number, text, done: None,
+        )
     return answers, summarize(session.plan, runner.device, load, answers, tally)
 
 

@@ -208,7 +208,6 @@ class OutputSection(Section):
     """What the run leaves behind."""
 
     dir: str = _key("output", "Directory for results and profiles.", min_length=1)
-    log_level: Literal["debug", "info", "warning", "error"] = _key("info", "Least severe message printed.")
 
     @property
     def path(self) -> Path:

@@ -12,7 +12,7 @@ from executor.model_runner import ModelRunner
 from executor.plan import Plan
 from executor.sampler import Sampler
 from executor.scheduler import Request, Scheduler, Sequence, Step
-from executor.text import StopMatcher, TextCodec, TokenStream
+from executor.text import IdCodec, StopMatcher, TextCodec, TokenStream
 
 OnText = Callable[[int, str, bool], None]
 
@@ -63,7 +63,7 @@ class Tally:
 class _Ear:
     """Turns the ids of one answer into text as they come, and knows when a stop string was said."""
 
-    def __init__(self, codec: TextCodec | None, stop: Many[str]) -> None:
+    def __init__(self, codec: TextCodec | IdCodec | None, stop: Many[str]) -> None:
         self.stream = TokenStream(codec) if codec is not None else None
         self.matcher = StopMatcher(list(stop))
 
@@ -93,7 +93,7 @@ def generate(
     requests: Many[Request],
     *,
     vocab_limit: int,
-    codec: TextCodec | None = None,
+    codec: TextCodec | IdCodec | None = None,
     stop: Many[str] = (),
     on_text: OnText = lambda number, text, done: None,
     after_step: Callable[[Scheduler], None] = lambda scheduler: None,

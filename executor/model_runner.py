@@ -55,21 +55,35 @@ def plan_run(run: RunConfig) -> "tuple[type[ModelRunner], Plan]":
     return kind, make_plan(run, config, planned_features(run.model.platform_version), kind.build_model)
 
 
+def _refuse_what_is_not_built(plan: Plan) -> None:
+    """A recipe may ask for more than this version does: say so before anything is allocated."""
+    model, on_npu = plan.run.model, plan.features.device_type == "npu"
+    wishes = {
+        f"parallel_config.world_size={plan.run.parallel.world_size}": plan.run.parallel.world_size > 1,
+        f"model_config.exe_mode={model.exe_mode}": model.exe_mode != "eager",
+        "model_config.enable_weight_nz=true": model.enable_weight_nz and on_npu,
+        "model_config.enable_profiler=true on an NPU": model.enable_profiler and on_npu,
+    }
+    for wish, asked in wishes.items():
+        if asked:
+            raise UserError(
+                f"{wish} is not built yet; run with world_size 1, exe_mode eager and neither enable_weight_nz nor "
+                "(on an NPU) enable_profiler, or add --explain to only check the recipe"
+            )
+
+
 class ModelRunner(ABC):
     """Builds the model of a plan on this machine's device, loads it, and runs steps.
 
-    A subclass says how a config is read and how a model is composed; ``graph_compile`` may be overridden to replace
-    ``self.forward`` by a compiled form of it.
+    A subclass says how a config is read and how a model is composed.
     """
+
+    forward: Callable[[Batch, Any], torch.Tensor]
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.device = device(plan.features)
-        if plan.run.parallel.world_size > 1:
-            raise UserError(
-                f"parallel_config.world_size={plan.run.parallel.world_size}: running on several "
-                "ranks is not built yet; add --explain to check the recipe"
-            )
+        _refuse_what_is_not_built(plan)
         set_product(plan.features.product)
         storage = dataclasses.replace(plan.blueprint.storage, device=self.device)
         self.model = self.build_model(dataclasses.replace(plan.blueprint, storage=storage)).eval()
@@ -85,7 +99,6 @@ class ModelRunner(ABC):
             self.device,
         )
         self.causal_mask = causal_mask(self.device)
-        self.forward: Callable[[Batch, Any], torch.Tensor] = self.model
         self.graph_compile()
 
     @staticmethod
@@ -117,10 +130,8 @@ class ModelRunner(ABC):
         return report
 
     def graph_compile(self) -> None:
-        """Make ``self.forward`` the compiled form that ``exe_mode`` asks for; ``eager`` leaves the model as it is."""
-        mode = self.plan.run.model.exe_mode
-        if mode != "eager":
-            raise UserError(f"model_config.exe_mode={mode} is not built yet; use eager")
+        """Set ``self.forward``, what ``step`` calls, to the form that ``exe_mode`` asks for: eager is the model itself."""
+        self.forward = self.model
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> torch.Tensor:

@@ -15,7 +15,6 @@ from executor.config import RunConfig
 from executor.errors import UserError
 from executor.kv_cache import scratch_blocks
 from executor.layers.decoder import CausalLM
-from executor.layers.storage import Storage
 from executor.memory import MemoryPlan, kv_block_bytes, plan_blocks, require_fit, weight_bytes, workspace_bytes
 from executor.model_config import ModelConfig
 from executor.moe.strategy import Choice, choose
@@ -24,6 +23,7 @@ from executor.platform.features import GIB, Features
 from executor.quant.packed import PackedLinear
 from executor.quant.scheme import LinearScheme
 from executor.quant.unquantized import UnquantizedLinear
+from executor.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def make_plan(
         Decision("platform", features.name, f"model_config.platform_version={run.model.platform_version}"),
         Decision("dtype", str(dtype).removeprefix("torch."), why_dtype),
         Decision("exe_mode", run.model.exe_mode, "model_config.exe_mode"),
+        *_switch_decisions(run, features),
         *_layout_decisions(run, config),
         *(Decision(f"MoE strategy, {phase}", choice.strategy, choice.reason) for phase, choice in choices),
         Decision("linear layers", type(scheme).__name__, why_scheme),
@@ -176,6 +177,22 @@ def _layout_decisions(run: RunConfig, config: ModelConfig) -> list[Decision]:
     if parallel.attn_tp_size > config.num_key_value_heads:
         copies = parallel.attn_tp_size // config.num_key_value_heads
         decisions.append(Decision("KV heads", "1 per rank", f"replicated {copies} times: fewer KV heads than ranks"))
+    return decisions
+
+
+def _switch_decisions(run: RunConfig, features: Features) -> list[Decision]:
+    """Switches of model_config that are on, and what becomes of them here."""
+    decisions = []
+    if run.model.enable_cache_compile:
+        eager = run.model.exe_mode == "eager"
+        why = "exe_mode eager compiles nothing" if eager else "model_config.enable_cache_compile"
+        decisions.append(Decision("compile cache", "off" if eager else "on", why))
+    if run.model.enable_weight_nz:
+        on_npu = features.device_type == "npu"
+        why = "model_config.enable_weight_nz" if on_npu else "NZ is a format of the NPU"
+        decisions.append(Decision("weight format", "FRACTAL_NZ" if on_npu else "ND", why))
+    if run.model.force_eplb:
+        decisions.append(Decision("router", "experts in turn", "model_config.force_eplb: the answers mean nothing"))
     return decisions
 
 

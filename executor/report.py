@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def summarize(
         "requests": len(answers),
         "prompt_tokens": sum(answer.prompt_tokens for answer in answers),
         "output_tokens": output_tokens,
+        "stop_reasons": dict(Counter(answer.stop_reason for answer in answers)),
         "queue": _milliseconds([answer.started for answer in answers]),
         "ttft": _milliseconds([answer.ttft for answer in answers]),
         "tpot": _milliseconds(gaps),
@@ -90,6 +92,7 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
         "mode, dtype": f"{figures['mode']}, {figures['dtype']}, {figures['threads']} threads",
         "requests": f"{figures['requests']}",
         "tokens": f"{figures['prompt_tokens']} prompt, {figures['output_tokens']} output",
+        "stopped by": ", ".join(f"{reason} {count}" for reason, count in figures["stop_reasons"].items()),
         "TTFT": times(figures["ttft"]),
         "  of it queue": times(figures["queue"]),
         "TPOT": times(figures["tpot"]),

@@ -18,10 +18,13 @@ from executor.generation import new_scheduler
 from executor.model_config import read_config_json
 from executor.model_runner import ModelRunner, plan_run
 from executor.plan import Plan
+from executor.prompts import Prompt
 from executor.sampler import SamplingParams, warn_if_greedy_thinking
 from executor.scheduler import Request
-from executor.text import Prompt, TextCodec
+from executor.text import IdCodec, TextCodec
 from executor.weights import LoadReport
+
+DEFAULT_PROMPT_TOKENS = 128  # of a random prompt, unless data_config.input_truncated_len says otherwise
 
 
 @dataclass
@@ -30,27 +33,33 @@ class Session:
 
     plan: Plan
     runner_kind: type[ModelRunner]
-    codec: TextCodec
+    codec: TextCodec | IdCodec
     sampling: SamplingParams
 
     @classmethod
     def open(cls, run: RunConfig) -> "Session":
         """Plan, read the tokenizer, resolve sampling. Raises UserError for all that can be known without weights."""
         kind, plan = plan_run(run)
+        wanted = run.sampling.model_dump(exclude={"ignore_eos", "stop"})
         if run.model.model_path is None:
-            raise UserError(
-                f"model_config.model_path is not set, so there is no tokenizer and no checkpoint of "
-                f"{run.model.model_name}; add --set model_config.model_path=DIR, or --explain to only check the recipe"
-            )
+            if run.model.with_ckpt:
+                raise UserError(
+                    f"model_config.model_path is not set, so there is no checkpoint of {run.model.model_name}; add "
+                    "--set model_config.model_path=DIR, or --explain to only check the recipe, or --set "
+                    "model_config.with_ckpt=false to time its shapes with random weights"
+                )
+            shapes = IdCodec(plan.config.vocab_size, run.data.input_truncated_len or DEFAULT_PROMPT_TOKENS)
+            return cls(plan, kind, shapes, SamplingParams.resolve({}, wanted))
         folder = run.model.config_dir
         generation = folder / "generation_config.json"
         recommended = read_config_json(generation) if generation.exists() else {}
         codec = TextCodec.load(folder, list(plan.config.eos_token_ids) or None, recommended)
-        wanted = run.sampling.model_dump(exclude={"ignore_eos", "stop"})
         return cls(plan, kind, codec, SamplingParams.resolve(recommended, wanted))
 
     def advice(self) -> list[str]:
         """Warnings that should be read but stop nothing."""
+        if isinstance(self.codec, IdCodec):
+            return ["random weights and random prompts: the figures mean something, the answers do not"]
         greedy = warn_if_greedy_thinking(self.sampling, self.plan.run.model.enable_thinking)
         no_end = (
             None if self.codec.eos_ids else "no end-of-sequence id in config.json, generation_config.json or tokenizer"

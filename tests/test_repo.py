@@ -20,7 +20,7 @@ ARROWS = {
     "executor.platform": {"executor.errors", "executor.ops.reference.product"},
     "executor.parallel": {"executor.errors"},
     "executor.ops": set(),
-    "executor.quant": {"executor.errors", "executor.layers.storage", "executor.ops", "executor.weights"},
+    "executor.quant": {"executor.errors", "executor.storage", "executor.ops", "executor.weights"},
     "executor.layers": {
         "executor.batch",
         "executor.errors",
@@ -29,11 +29,12 @@ ARROWS = {
         "executor.ops",
         "executor.parallel",
         "executor.quant",
+        "executor.storage",
         "executor.weights",
     },
     "executor.moe": {
         "executor.errors",
-        "executor.layers.storage",
+        "executor.storage",
         "executor.model_config",
         "executor.ops",
         "executor.parallel",

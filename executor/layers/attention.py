@@ -13,7 +13,6 @@ from executor.batch import Batch
 from executor.kv_cache import LayerCache
 from executor.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from executor.layers.norm import RMSNorm
-from executor.layers.storage import Storage
 from executor.model_config import ModelConfig
 from executor.ops.attention import paged_attention
 from executor.ops.kv import write_kv
@@ -21,6 +20,7 @@ from executor.ops.rope import rotary
 from executor.parallel.groups import Group
 from executor.parallel.layout import shard, shard_kv_heads
 from executor.quant.scheme import LinearScheme
+from executor.storage import Storage
 from executor.weights import Slot
 
 

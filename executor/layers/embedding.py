@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from executor.layers.storage import Storage
 from executor.parallel.groups import Group
 from executor.parallel.layout import shard
+from executor.storage import Storage
 from executor.weights import Slot
 
 

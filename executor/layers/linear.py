@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from executor.layers.storage import Storage
 from executor.parallel.groups import Group
 from executor.parallel.layout import shard
 from executor.quant.scheme import LinearScheme
+from executor.storage import Storage
 from executor.weights import Slot
 
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from executor.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
-from executor.layers.storage import Storage
 from executor.model_config import ModelConfig
 from executor.ops.matmul import swiglu
 from executor.parallel.groups import Group
 from executor.parallel.layout import shard
 from executor.quant.scheme import LinearScheme
+from executor.storage import Storage
 from executor.weights import Slot
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from executor.layers.storage import Storage
 from executor.ops import norm as ops
+from executor.storage import Storage
 from executor.weights import Slot
 
 

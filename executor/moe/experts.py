@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from executor.layers.storage import Storage
 from executor.model_config import MoeConfig
 from executor.ops.matmul import grouped_matmul, swiglu
 from executor.parallel.groups import Group
 from executor.parallel.layout import shard
+from executor.storage import Storage
 from executor.weights import Slot
 
 

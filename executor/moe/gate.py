@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from executor.layers.storage import Storage
 from executor.model_config import MoeConfig
 from executor.ops.moe import gate_topk
+from executor.storage import Storage
 from executor.weights import Slot
 
 

@@ -19,7 +19,7 @@ class Features:
         memory_bytes: memory of one device.
         memory_source: where that number comes from.
         float_types: dtypes that the operators accept.
-        out_in_order: matrices are stored ``[out, in]`` (see ``layers/storage.py``).
+        out_in_order: matrices are stored ``[out, in]`` (see ``storage.py``).
         has_mc2: MoE dispatch and combine kernels exist.
         has_mx: MXFP8 / MXFP4 operators exist.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from executor.layers.storage import Storage
+    from executor.storage import Storage
     from executor.weights import Slot
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from executor.layers.storage import Storage
+from executor.storage import Storage
 from executor.weights import Slot
 
 

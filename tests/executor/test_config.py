@@ -30,7 +30,7 @@ KEYS = {
     "scheduler_config": """batch_size max_new_tokens max_prefill_tokens max_seq_len block_size
         mem_fraction_static num_blocks""",
     "sampling_config": "do_sample temperature top_k top_p min_p repetition_penalty seed ignore_eos stop",
-    "output_config": "dir log_level",
+    "output_config": "dir",
 }
 
 

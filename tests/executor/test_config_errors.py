@@ -27,7 +27,7 @@ def message(mapping):
         ("parallel_config.moe_p_size=1", "did you mean `moe_tp_size` or `moe_ep_size`?"),
         ("model_config.batch_size=1", "did you mean `scheduler_config.batch_size`?"),
         ("model_config.rope_scaling.factr=4", "did you mean `factor`?"),
-        ("output_config.qqq=1", "legal: dir, log_level"),
+        ("output_config.qqq=1", "legal: dir"),
     ],
 )
 def test_an_unknown_key_gets_the_nearest_one(override, hint):

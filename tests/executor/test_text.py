@@ -14,7 +14,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from executor.errors import UserError
-from executor.text import REPLACEMENT, Prompt, StopMatcher, TextCodec, TokenStream, read_prompts
+from executor.prompts import Prompt, read_prompts
+from executor.text import REPLACEMENT, StopMatcher, TextCodec, TokenStream
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CORPUS = [

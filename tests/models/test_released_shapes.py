@@ -19,12 +19,12 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 
 from executor.blueprint import Blueprint
-from executor.layers.storage import Storage
 from executor.memory import weight_bytes
 from executor.model_runner import runner_class
 from executor.parallel.groups import planned_groups
 from executor.platform.features import GIB, NPU, cpu
 from executor.quant.unquantized import UnquantizedLinear
+from executor.storage import Storage
 from executor.weights import check_coverage
 from tests.models import checkpoints as ck
 
