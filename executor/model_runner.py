@@ -130,7 +130,7 @@ class ModelRunner(ABC):
         return report
 
     def graph_compile(self) -> None:
-        """Set ``self.forward``, what ``step`` calls, to the form that ``exe_mode`` asks for: eager is the model itself."""
+        """Set ``self.forward``, which ``step`` calls, to the form ``exe_mode`` asks for: eager is the model itself."""
         self.forward = self.model
 
     @torch.inference_mode()

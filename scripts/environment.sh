@@ -34,7 +34,7 @@ use_own_python() {
     PYTHON="$(command -v python3)" || fail "no python3 on PATH; source your CANN environment first"
     is_new_enough "$PYTHON" || fail "$PYTHON is $("$PYTHON" --version 2>&1); Python 3.11 or newer is needed"
     if [[ $1 == requirements-dev.txt ]]; then
-        modules+=,pytest,hypothesis,mypy
+        modules+=,pytest,hypothesis,mypy,ruff
         install+=" -r requirements-dev.txt"
     fi
     "$PYTHON" -c "import $modules" 2>/dev/null || fail "$PYTHON cannot import all of $modules: source your CANN" \
