@@ -80,7 +80,7 @@ class Blueprint:
             VocabParallelEmbedding(vocab, hidden, self.groups.embed_tp, storage),
             [DecoderLayer(self.attention(), mlp(i), self.norm(), self.norm()) for i in range(config.num_hidden_layers)],
             self.norm(),
-            LMHead(vocab, hidden, self.groups.lmhead_tp, storage),
+            LMHead(vocab, hidden, self.groups.lmhead_tp, storage, self.scheme),
             RotaryEmbedding(config.rope, config.head_dim, self.max_positions, storage.dtype, storage.device),
             tie_word_embeddings=config.tie_word_embeddings,
         )

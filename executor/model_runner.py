@@ -16,6 +16,7 @@ from executor.config import RunConfig
 from executor.errors import UserError
 from executor.kv_cache import allocate
 from executor.layers.decoder import CausalLM
+from executor.layers.embedding import LMHead
 from executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from executor.model_config import ModelConfig, read_config_json, with_overrides
 from executor.ops.attention import causal_mask
@@ -125,7 +126,7 @@ class ModelRunner(ABC):
         else:
             report = load_weights(self.model, run.config_dir, on_bytes)
         for module in self.model.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear | LMHead):
                 module.finalize()
         return report
 

@@ -208,7 +208,7 @@ def _memory(run: RunConfig, blueprint: Blueprint, features: Features, batch_size
     per_sequence = blueprint.max_positions // scheduler.block_size
     scratch = scratch_blocks(batch_size, scheduler.block_size)
     memory = plan_blocks(
-        weights=weight_bytes(model),
+        weights=weight_bytes(model) + _packed_copy(blueprint, model),
         kv_block=kv_block_bytes(config, groups, scheduler.block_size, itemsize),
         # the model's dtype once, gathered, and a float32 copy for the sampler
         logits=batch_size * config.vocab_size * (itemsize + 4),
@@ -230,6 +230,13 @@ def _memory(run: RunConfig, blueprint: Blueprint, features: Features, batch_size
         changes.append(f"scheduler_config.mem_fraction_static above {scheduler.mem_fraction_static}")
     require_fit(memory, features, changes or ["a smaller model"])
     return memory
+
+
+def _packed_copy(blueprint: Blueprint, model: CausalLM) -> int:
+    """Bytes of a packed head beside the embedding it is tied to."""
+    if not (model.shares_head and isinstance(blueprint.scheme, PackedLinear)):
+        return 0
+    return blueprint.config.vocab_size * blueprint.config.hidden_size * blueprint.storage.dtype.itemsize
 
 
 def _memory_decisions(run: RunConfig, features: Features, memory: MemoryPlan) -> list[Decision]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from executor.parallel.groups import Group
 from executor.parallel.layout import shard
+from executor.quant.scheme import LinearScheme
 from executor.storage import Storage
 from executor.weights import Slot
 
@@ -46,12 +47,13 @@ class LMHead(nn.Module):
 
     weight: torch.Tensor
 
-    def __init__(self, vocab_size: int, hidden_size: int, group: Group, storage: Storage) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, group: Group, storage: Storage, scheme: LinearScheme) -> None:
         super().__init__()
         self.group = group
-        self.vocab_size = vocab_size
+        self.shape = (vocab_size, hidden_size)
         self.mine = shard(vocab_size, group, "vocab_size")
-        self.weight = storage.matrix(hidden_size, len(self.mine))
+        self.scheme = scheme
+        scheme.declare(self, hidden_size, len(self.mine), storage)
 
     def tie(self, embedding: VocabParallelEmbedding) -> bool:
         """Use the embedding's own memory if both are split alike; returns whether they now share it."""
@@ -65,13 +67,15 @@ class LMHead(nn.Module):
         """Memory of its own again, uninitialised."""
         self.weight = nn.Parameter(torch.empty_like(self.weight), requires_grad=False)
 
+    def finalize(self) -> None:
+        self.scheme.finalize(self)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = torch.matmul(x, self.weight)
+        logits = self.scheme.apply(self, x, None)
         if self.group.size == 1:
             return logits
         return self.group.all_gather(logits.t()).t()
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         index = (slice(self.mine.start, self.mine.stop), slice(None))
-        shape = (self.vocab_size, self.weight.shape[0])
-        yield f"{name}.weight", Slot(self.get_parameter("weight"), self.weight.data.t(), shape, index)
+        yield from self.scheme.slots(self, name, slice(None), self.shape, index)

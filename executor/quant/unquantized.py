@@ -26,5 +26,4 @@ class UnquantizedLinear:
         """Nothing to do: weights are used as they are loaded."""
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        weight = layer.get_parameter("weight")
-        return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
+        return torch.matmul(x, layer.weight) if bias is None else torch.addmm(bias, x, layer.weight)  # type: ignore[arg-type]
