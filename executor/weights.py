@@ -31,14 +31,14 @@ class Slot:
     """A place to fill.
 
     Attributes:
-        param: the parameter it is a part of.
+        param: the parameter it is a part of; None if this rank has no part of the tensor at all.
         target: that part, as a view in the checkpoint's own orientation; None if another rank holds it.
         shape: shape of the whole tensor on disk.
         index: the slice of it that belongs in ``target``.
         within: name and slot of a fused tensor that may be on disk in place of this one.
     """
 
-    param: nn.Parameter
+    param: nn.Parameter | None
     target: torch.Tensor | None
     shape: tuple[int, ...]
     index: tuple[slice, ...]

@@ -86,6 +86,7 @@ class RowParallelLinear(nn.Module):
         mine, width = shard(units, group, what), in_features // units
         self.columns = slice(mine.start * width, mine.stop * width)
         scheme.declare(self, len(mine) * width, out_features, storage)
+        self.has_bias = bias
         self.bias = storage.vector(out_features) if bias and group.rank == 0 else None
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,5 +104,6 @@ class RowParallelLinear(nn.Module):
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         name = f"{prefix}.{self.name}"
         yield from self.scheme.slots(self, name, slice(None), self.shape, (slice(None), self.columns))
-        if self.bias is not None:
-            yield f"{name}.bias", Slot(self.bias, self.bias.data, (self.shape[0],), (slice(None),))
+        if self.has_bias:
+            mine = None if self.bias is None else self.bias.data
+            yield f"{name}.bias", Slot(self.bias, mine, (self.shape[0],), (slice(None),))

@@ -3,10 +3,10 @@
 
 import os
 from dataclasses import dataclass
-
-from executor.ops.reference.product import Product
+from typing import Literal
 
 GIB = 1 << 30
+Product = Literal["a2", "a3", "950"]
 
 
 @dataclass(frozen=True, kw_only=True)

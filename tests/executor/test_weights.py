@@ -21,11 +21,6 @@ from tests.models import checkpoints as ck
 
 FP32 = 1e-4  # float32 sums in another order, as in test_parity.py
 PROMPTS = ck.random_prompts([3, 17])
-ROW_BIAS = pytest.mark.xfail(
-    raises=UserError,
-    strict=True,
-    reason="RowParallelLinear.slots does not list its bias on ranks that do not hold it, so they call it unexpected",
-)
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +135,7 @@ def share(name, sizes, kv_heads):
     ("kind", "sizes"),
     [
         ("dense", dict(attn_tp=4, dense_tp=4, embed_tp=4, lmhead_tp=2)),
-        pytest.param("dense bias", dict(attn_tp=4), marks=ROW_BIAS),
+        ("dense bias", dict(attn_tp=4)),
         ("moe", dict(attn_tp=4, moe_tp=4, embed_tp=2, lmhead_tp=4)),
         ("moe", dict(attn_tp=2, moe_ep=2)),
     ],
@@ -276,7 +271,7 @@ def halves(matrices, dim):
 
 @pytest.mark.parametrize("out_in_order", [True, False])
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", ["dense", "moe", "dense tied", pytest.param("dense bias", marks=ROW_BIAS)])
+@pytest.mark.parametrize("name", ["dense", "moe", "dense tied", "dense bias"])
 def test_tensor_parallel_ranks_hold_the_whole_model(name, tp, out_in_order, whole):
     """Concatenated, the ranks' parameters are those of one rank; with 4 ranks for 2 KV heads, two hold each head."""
     sizes = dict(attn_tp=tp, dense_tp=tp, moe_tp=tp, embed_tp=tp, lmhead_tp=tp)

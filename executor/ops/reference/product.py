@@ -6,9 +6,9 @@ A few operators round differently on Atlas A2 / A3 and on Ascend 950 (``npu_add_
 the choice is a process-wide setting here: made once by the runner from ``model_config.platform_version``.
 """
 
-from typing import Literal, get_args
+from typing import get_args
 
-Product = Literal["a2", "a3", "950"]
+from executor.platform.features import Product
 
 _product: Product = "a3"
 
