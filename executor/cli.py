@@ -165,6 +165,8 @@ def main() -> int:
         return _complain(error)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    except OSError as error:  # a full disk, a directory that vanished
+        return _complain(f"{error.filename or 'writing'}: {error.strerror or error}")
     except Exception as error:
         if type(error).__module__.startswith(("click", "typer")):
             message = str(error.format_message() if hasattr(error, "format_message") else error)
@@ -178,7 +180,3 @@ def main() -> int:
 def _complain(problem: object) -> int:
     print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)  # one line, whatever a file is called
     return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -38,9 +38,9 @@ class NonFiniteLogits(UserError):
 
 def runner_class(model_type: object) -> "type[ModelRunner]":
     """The runner of a ``model_type``. Raises UserError for one we do not have."""
-    if model_type not in RUNNERS:
+    if not isinstance(model_type, str) or model_type not in RUNNERS:
         raise UserError(f"config.json: model_type={model_type!r} is not supported; one of {', '.join(RUNNERS)}")
-    module, name = RUNNERS[str(model_type)].split(":")
+    module, name = RUNNERS[model_type].split(":")
     return getattr(importlib.import_module(module), name)
 
 

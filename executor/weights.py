@@ -6,24 +6,20 @@ names and shapes on disk are compared with it. Names wanted and not there, there
 another shape: each is an error that lists them.
 """
 
-import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from executor.checkpoint import Checkpoint, some
 from executor.errors import UserError
 
-INDEX = "model.safetensors.index.json"
 FLOATS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
-LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -52,104 +48,6 @@ class LoadReport:
     warnings: list[str] = field(default_factory=list)
 
 
-class Checkpoint:
-    """The safetensors files of a directory, opened once; ``names`` are normalised to carry the ``model.`` prefix."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder = folder
-        self.warnings: list[str] = []
-        self.names: dict[str, tuple[Any, str]] = {}  # normalised name -> (open file, name in it)
-        self.itemsize: dict[str, int] = {}
-        where: dict[str, str] = {}
-        for file_name, expected in self._files().items():
-            handle = stack.enter_context(_open(folder / file_name))
-            keys = list(handle.offset_keys())  # in file order, so that reading is sequential
-            absent = sorted(expected - set(keys))
-            if absent:
-                raise UserError(
-                    f"{folder / INDEX}: {file_name} does not hold {_some(absent)}, which the index says it does; "
-                    "index and shards must be of one download"
-                )
-            for key in keys:
-                if key in where:
-                    raise UserError(
-                        f"{folder}: tensor {key} is in both {where[key]} and {file_name}; which of the two is right "
-                        "is unknown: download the checkpoint again"
-                    )
-                where[key] = file_name
-                self.names[key] = (handle, key)
-        if not any(name.startswith("model.") for name in self.names):
-            self.names = {k if k.startswith("lm_head.") else f"model.{k}": v for k, v in self.names.items()}
-
-    def _files(self) -> dict[str, set[str]]:
-        """File name -> tensors that the index promises in it. Only indexed files are read where there is an index."""
-        index = self.folder / INDEX
-        if index.is_file():
-            try:
-                content = json.loads(index.read_text(encoding="utf-8"))
-                weight_map = {str(k): str(v) for k, v in content["weight_map"].items()}
-            except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-                raise UserError(
-                    f"{index}: not a safetensors index, a JSON object with weight_map ({type(error).__name__}: "
-                    f"{error}); download it again"
-                ) from None
-            files: dict[str, set[str]] = defaultdict(set)
-            for name, file_name in weight_map.items():
-                if Path(file_name).name != file_name:
-                    raise UserError(
-                        f"{index}: {name} points outside of its directory: {file_name}; name files beside the index"
-                    )
-                files[file_name].add(name)
-            missing = [f for f in sorted(files) if not (self.folder / f).is_file()]
-            if missing:
-                raise UserError(f"{self.folder}: missing shard {_some(missing)}, named by {INDEX}; download it")
-            if not files:
-                raise UserError(f"{index}: weight_map is empty; download it again")
-            return dict(sorted(files.items()))
-        found = sorted(p.name for p in self.folder.glob("*.safetensors"))
-        if not found:
-            raise UserError(f"{self.folder}: no safetensors file, and no other format is read; download the weights")
-        if len(found) > 1 and "model.safetensors" not in found:
-            raise UserError(
-                f"{self.folder}: {len(found)} safetensors files but no {INDEX}, so which to read is unknown; "
-                "download the index"
-            )
-        return {"model.safetensors" if len(found) > 1 else found[0]: set()}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        handle, key = self.names[name]
-        return tuple(handle.get_slice(key).get_shape())
-
-    def dtype(self, name: str) -> str:
-        handle, key = self.names[name]
-        return str(handle.get_slice(key).get_dtype())
-
-    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        handle, key = self.names[name]
-        if all(s == slice(None) for s in index):
-            return handle.get_tensor(key)
-        return handle.get_slice(key)[index]
-
-
-def _open(path: Path) -> Any:
-    try:
-        with path.open("rb") as f:
-            if f.read(len(LFS_POINTER)) == LFS_POINTER:
-                raise UserError(
-                    f"{path}: is a git-lfs pointer, not weights; run `git lfs pull` in the checkpoint's repository"
-                )
-        return safe_open(path, framework="pt", device="cpu")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}); it must be a readable file") from None
-    except SafetensorError as error:
-        raise UserError(f"{path}: truncated or damaged safetensors file ({error}); download it again") from None
-
-
-def _some(names: Iterable[str], most: int = 4) -> str:
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
 def _count(tensors: Collection[str]) -> str:
     return f"{len(tensors)} tensor{'s' * (len(tensors) != 1)}"
 
@@ -167,7 +65,7 @@ def load_weights(
     started = time.perf_counter()
     with ExitStack() as stack:
         checkpoint = Checkpoint(folder, stack)
-        report = LoadReport(warnings=checkpoint.warnings)
+        report = LoadReport()
         tied = _tied_head(model, checkpoint, report)
         reads = _match(list(model.slots()), checkpoint, ignore=tied)  # type: ignore[operator]
         total = sum(_bytes(checkpoint, name, slot) for name, slot in reads)
@@ -230,17 +128,17 @@ def _match(slots: list[tuple[str, Slot]], checkpoint: Checkpoint, ignore: set[st
     unexpected = [name for name in checkpoint.names if name not in known]
     where = checkpoint.folder
     if twice:
-        raise UserError(f"{where}: experts are stored both one by one and fused: {_some(twice)}; remove one of the two")
+        raise UserError(f"{where}: experts are stored both one by one and fused: {some(twice)}; remove one of the two")
     fix = "; config.json and weights must be of one model, and the download complete"
     if missing:
-        extra = f"; unexpected: {_some(unexpected)}" if unexpected else ""
+        extra = f"; unexpected: {some(unexpected)}" if unexpected else ""
         if missing == ["lm_head.weight"]:
             fix = "; config.json says tie_word_embeddings=false, which needs it: download it, or set that to true"
-        raise UserError(f"{where}: {_count(missing)} missing: {_some(missing)}{extra}{fix}")
+        raise UserError(f"{where}: {_count(missing)} missing: {some(missing)}{extra}{fix}")
     if unexpected:
-        raise UserError(f"{where}: {_count(unexpected)} not in this model: {_some(unexpected)}{fix}")
+        raise UserError(f"{where}: {_count(unexpected)} not in this model: {some(unexpected)}{fix}")
     if misfits:
-        raise UserError(f"{where}: {_count(misfits)} of another kind: {_some(misfits.values())}{fix}")
+        raise UserError(f"{where}: {_count(misfits)} of another kind: {some(misfits.values())}{fix}")
     order = {name: i for i, name in enumerate(checkpoint.names)}
     return sorted(reads.values(), key=lambda read: order[read[0]])
 

@@ -159,7 +159,7 @@ def test_recipe_is_a_directory(line):
         ("scheduler_config.max_new_tokens=48", ("max_new_tokens=48", "max_seq_len=48", "counts prompt and answer")),
         ("scheduler_config.max_prefill_tokens=2", ("max_prefill_tokens=2 must exceed the batch of 2",)),
         ("scheduler_config.max_seq_len=2000", ("max_seq_len=2000 exceeds the model's context of 1024", "rope_scaling")),
-        ("model_config.exe_mode=inductor", ("model_config.exe_mode=inductor", "use eager")),
+        ("model_config.exe_mode=inductor", ("model_config.exe_mode=inductor", "not built yet", "eager")),
         ("sampling_config.stop=['']", ("sampling_config.stop", "non-empty")),
     ],
 )
@@ -433,7 +433,7 @@ def test_eval_needs_answers(line):
 
 
 def start(line, *options):
-    command = [sys.executable, "-m", "executor.cli", *line.arguments(*options)]
+    command = [sys.executable, "-m", "executor", *line.arguments(*options)]
     return subprocess.Popen(
         command,
         cwd=ROOT,

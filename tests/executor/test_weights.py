@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from executor.blueprint import Blueprint
+from executor.checkpoint import Checkpoint
 from executor.errors import UserError
 from executor.model_config import read_config_json
 from executor.model_runner import runner_class
 from executor.parallel.groups import planned_groups
 from executor.quant.unquantized import UnquantizedLinear
 from executor.storage import Storage
-from executor.weights import Checkpoint, check_coverage, load_weights
+from executor.weights import check_coverage, load_weights
 from tests import checkpoint_files as files
 from tests.models import checkpoints as ck
 
