@@ -26,7 +26,7 @@ class Batch:
         block_table: ``[B, max_blocks]`` int32, the cache blocks of each sequence in order.
         actual_seq_qlen: B cumulative ends of the sequences' rows in T; the last one is T.
         actual_seq_kvlen: B numbers of cached tokens to attend to, this step's own included (not cumulative).
-        logit_rows: ``[R]`` int64, rows of T whose next token is wanted.
+        logit_rows: ``[B]`` int64, the last row of each sequence in T; its logits are computed.
         causal_mask: the compressed mask in prefill, None in decode, where a row sees all that is cached.
     """
 
@@ -52,19 +52,23 @@ class Span:
     ids: list[int]
     start: int
     blocks: list[int]
-    wants_logits: bool
+
+
+def dead_span(row: int, block_size: int) -> Span:
+    """A decode row without a request: token 0 at a scratch slot of its own."""
+    block, offset = divmod(row, block_size)
+    return Span([0], offset, [block])
 
 
 def build_batch(
     phase: Phase, spans: list[Span], *, block_size: int, max_blocks: int, causal_mask: torch.Tensor | None
 ) -> Batch:
-    """Lay ``spans`` behind each other. Tensors are made on the host and moved to ``causal_mask``'s device by the
-    runner; a decode step passes ``causal_mask=None``."""
+    """Lay ``spans`` behind each other. Tensors are made on the host; the runner moves them to its device. A decode step
+    passes ``causal_mask=None``."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
     qlen: list[int] = []
-    rows: list[int] = []
     table = torch.zeros(len(spans), max_blocks, dtype=torch.int32)
     for i, span in enumerate(spans):
         where = range(span.start, span.start + len(span.ids))
@@ -73,8 +77,6 @@ def build_batch(
         slots += [span.blocks[p // block_size] * block_size + p % block_size for p in where]
         table[i, : len(span.blocks)] = torch.tensor(span.blocks, dtype=torch.int32)
         qlen.append(len(ids))
-        if span.wants_logits:
-            rows.append(len(ids) - 1)
     return Batch(
         phase=phase,
         input_ids=torch.tensor(ids, dtype=torch.int64),
@@ -83,6 +85,6 @@ def build_batch(
         block_table=table,
         actual_seq_qlen=qlen,
         actual_seq_kvlen=[span.start + len(span.ids) for span in spans],
-        logit_rows=torch.tensor(rows, dtype=torch.int64),
+        logit_rows=torch.tensor(qlen, dtype=torch.int64) - 1,
         causal_mask=causal_mask,
     )

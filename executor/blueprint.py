@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """All that is needed to build a model: shapes, groups, memory order, strategies. It makes the parts models compose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from executor.batch import Batch, Phase
 from executor.layers.attention import Attention
 from executor.layers.decoder import CausalLM, DecoderLayer, FeedForward
 from executor.layers.embedding import LMHead, VocabParallelEmbedding
 from executor.layers.mlp import MLP
 from executor.layers.norm import RMSNorm
 from executor.layers.rope import RotaryEmbedding
-from executor.model_config import ModelConfig
+from executor.model_config import ModelConfig, MoeConfig
 from executor.moe.block import MoeBlock
 from executor.moe.experts import Experts
 from executor.moe.gate import BalancedGate, Gate
@@ -33,7 +34,7 @@ class PlannedStrategy:
     def __init__(self, name: StrategyName) -> None:
         self.name = name
 
-    def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
+    def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, batch: Batch) -> Dispatched:
         raise NotImplementedError(f"MoE strategy {self.name} is planned, not built")
 
     def combine(self, y_RH: torch.Tensor, state: Any) -> torch.Tensor:
@@ -50,7 +51,7 @@ class Blueprint:
     storage: Storage
     max_positions: int
     scheme: LinearScheme = field(default_factory=UnquantizedLinear)
-    moe_strategy: StrategyName = "tp"
+    moe_strategies: Mapping[Phase, StrategyName] = field(default_factory=lambda: {"prefill": "tp", "decode": "tp"})
     balanced_gate: bool = False
 
     def norm(self) -> RMSNorm:
@@ -66,11 +67,13 @@ class Blueprint:
         moe, hidden = self.config.moe, self.config.hidden_size
         if moe is None:
             raise ValueError("this model has no experts")
-        strategy: Strategy = PlannedStrategy(self.moe_strategy)
-        if self.moe_strategy == "tp":
-            strategy = TensorParallel(moe.num_experts, self.groups.moe_tp)
         gate = (BalancedGate if self.balanced_gate else Gate)(moe, hidden, self.storage)
-        return MoeBlock(gate, Experts(moe, hidden, self.groups.moe_tp, self.groups.moe_ep, self.storage), strategy)
+        experts = Experts(moe, hidden, self.groups.moe_tp, self.groups.moe_ep, self.storage)
+        strategies = {phase: self._strategy(name, moe) for phase, name in self.moe_strategies.items()}
+        return MoeBlock(gate, experts, strategies)
+
+    def _strategy(self, name: StrategyName, moe: MoeConfig) -> Strategy:
+        return TensorParallel(moe.num_experts, self.groups.moe_tp) if name == "tp" else PlannedStrategy(name)
 
     def causal_lm(self, mlp: Callable[[int], FeedForward]) -> CausalLM:
         """The whole model; ``mlp(i)`` makes the feed-forward part of layer ``i``."""

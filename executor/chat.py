@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A conversation on standard input: every turn is one request that carries the history."""
 
+import io
 import sys
 
 from rich.console import Console
@@ -17,7 +18,12 @@ def converse(session: Session, console: Console) -> None:
     A turn that cannot be served (empty, longer than the context) is reported and does not end the conversation.
     """
     runner, _ = session.load(console)
+    for line in session.advice():
+        console.print(f"note: {line}", style="yellow", soft_wrap=True)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are not UTF-8 are refused with the prompt
     history: list[dict[str, str]] = []
+    turns = 0
     console.print("type a message; /new starts over, /exit or end of input leaves")
     while True:
         console.print("> ", end="")
@@ -29,7 +35,7 @@ def converse(session: Session, console: Console) -> None:
             continue
         messages = [*history, {"role": "user", "content": line.rstrip("\n")}]
         try:
-            requests = session.requests([Prompt(messages=tuple(messages))])
+            requests = session.requests([Prompt(messages=tuple(messages))], first=turns)
         except UserError as error:
             console.print(f"error: {error}", style="red", soft_wrap=True)
             continue
@@ -41,6 +47,7 @@ def converse(session: Session, console: Console) -> None:
             stop=session.plan.run.sampling.stop,
             on_text=_write,
         )
+        turns += 1
         history = [*messages, {"role": "assistant", "content": answers[0].text}]
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from executor.chat import converse
 from executor.config import RunConfig
 from executor.errors import UserError
 from executor.evaluation import final_answer, score
@@ -17,7 +18,7 @@ from executor.model_runner import plan_run
 from executor.profiling import profiled
 from executor.prompts import Prompt, read_prompts
 from executor.report import print_plan, print_summary, summarize, write_json
-from executor.session import Session, identity, output_path
+from executor.session import Session, output_path
 from executor.text import IdCodec
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -99,8 +100,16 @@ def _answer(session: Session, prompts: list[Prompt], stream: bool) -> tuple[list
 
 
 def _records(prompts: list[Prompt], answers: list[Answer]) -> list[dict]:
+    """Per answer: what was asked and said, and when (seconds since generation started)."""
     return [
-        {"prompt": p.text or list(p.messages or ()), "stop_reason": a.stop_reason, "text": a.text, "ids": a.output}
+        {
+            "prompt": p.text or list(p.messages or ()),
+            "stop_reason": a.stop_reason,
+            "text": a.text,
+            "ids": a.output,
+            "started": a.started,
+            "token_times": a.token_times,
+        }
         for p, a in zip(prompts, answers)
     ]
 
@@ -121,14 +130,15 @@ def infer(
         return
     session = Session.open(run)
     if chat:
-        from executor.chat import converse
-
-        converse(session, err)
+        if prompt or file:
+            raise UserError("--chat reads its prompts from the terminal; leave --prompt and --file out")
+        with profiled(run):
+            converse(session, err)
         return
     prompts, path = _prompts(session, prompt, file), output_path(run, "report.json")
     answers, figures = _answer(session, prompts, stream=True)
     print_summary(out, figures)
-    write_json(path, {"figures": figures, "config": identity(run), "answers": _records(prompts, answers)})
+    write_json(path, {"figures": figures, "config": run.to_mapping(), "answers": _records(prompts, answers)})
     out.print(f"report: {path}", soft_wrap=True)
 
 
@@ -152,7 +162,7 @@ def evaluate(
         out.print(f"wrong: {said!r} -> {answers[index].text!r}, expected {prompts[index].answer!r}", soft_wrap=True)
     print_summary(out, figures)
     out.print(f"exact: {result.exact} of {result.total} = {result.share:.1%}")
-    content = {"score": dataclasses.asdict(result), "figures": figures, "config": identity(run)}
+    content = {"score": dataclasses.asdict(result), "figures": figures, "config": run.to_mapping()}
     write_json(path, {**content, "answers": _records(prompts, answers)})
     out.print(f"report: {path}", soft_wrap=True)
 

@@ -123,7 +123,9 @@ class DataSection(Section):
     """The prompts and how they become tokens."""
 
     dataset: str | None = _key(None, "Prompts: .txt with one per line, or .jsonl; null: none.", min_length=1)
-    input_truncated_len: int | None = _key(None, "Longer prompts are cut to their last n tokens; null: never.", ge=1)
+    input_truncated_len: int | None = _key(
+        None, "Longer prompts (with template) keep their last n tokens; null: all.", ge=1
+    )
     chat_template: bool = _key(True, "Wrap each prompt in the tokenizer's chat template.")
     system_prompt: str | None = _key(None, "System message put before each prompt; null: none.")
 
@@ -177,8 +179,8 @@ class SchedulerSection(Section):
     max_prefill_tokens: int = _key(4096, "Most prompt tokens processed in one prefill step.", ge=1)
     max_seq_len: int | None = _key(None, "Longest prompt plus answer; null: the model's context.", ge=2)
     block_size: int = _key(128, "Tokens per KV cache block.", ge=16, multiple_of=16)
-    mem_fraction_static: float = _key(0.9, "Share of device memory for weights and KV cache.", gt=0, le=1)
-    num_blocks: int | None = _key(None, "KV cache blocks per rank; null: what the memory allows.", ge=1)
+    mem_fraction_static: float = _key(0.9, "Share of device memory for all that the plan counts.", gt=0, le=1)
+    num_blocks: int | None = _key(None, "KV cache blocks per rank; null: enough for the batch, or what fits.", ge=1)
 
     @model_validator(mode="after")
     def _answer_fits_sequence(self) -> Self:

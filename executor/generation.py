@@ -138,15 +138,14 @@ def generate(
 
 def _next_tokens(runner: ModelRunner, sampler: Sampler, step: Step) -> list[int]:
     logits = runner.step(step.batch)
-    if not step.sequences:
-        return []
-    logits = logits if len(step.rows) == logits.shape[0] else logits[step.rows.to(logits.device)]
-    if not bool(logits.isfinite().all()):
-        raise runner.explain_non_finite(step.batch, step.token_rows.to(logits.device))
+    live = logits[step.live.to(logits.device)]
+    if not bool(live.isfinite().all()):
+        rows = step.live if step.batch.phase == "decode" else torch.arange(step.batch.num_tokens)
+        raise runner.explain_non_finite(step.batch, rows.to(logits.device))
     return sampler.sample(
-        logits.cpu(),
+        logits[step.rows.to(logits.device)].cpu(),
         [sequence.request.sampling for sequence in step.sequences],
-        [sequence.ids for sequence in step.sequences],
+        [sequence.penalized_history for sequence in step.sequences],
         [sequence.generator for sequence in step.sequences],
     )
 

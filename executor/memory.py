@@ -2,7 +2,7 @@
 """Will it fit: bytes per rank, before anything is allocated.
 
 Weights are counted from the model itself, built on ``meta`` for this rank, so there is no second set of shape
-formulas to go stale. The workspace is the largest set of activations alive at once, an estimate from above.
+formulas to go stale. The workspace is the largest set of activations alive at once, an estimate.
 """
 
 from dataclasses import dataclass
@@ -66,12 +66,24 @@ def workspace_bytes(config: ModelConfig, groups: Groups, tokens: int, itemsize: 
     return tokens * itemsize * (2 * config.hidden_size + max(attention, ffn))
 
 
+def reference_workspace_bytes(config: ModelConfig, groups: Groups, tokens: int, max_positions: int) -> int:
+    """float32 temporaries of the reference kernels, which a card's kernels do not have: attention scores and their
+    softmax for 128 queries of a step against the longest sequence, and in a MoE layer gate|up, its product and the
+    rows that are summed for each token."""
+    heads = config.num_attention_heads // groups.attn_tp.size
+    scores = 2 * 4 * min(tokens, 128) * heads * max_positions
+    wide = 4 * tokens * 3 * config.intermediate_size // groups.dense_tp.size
+    if config.moe is not None and config.moe_layers:
+        local = config.moe.moe_intermediate_size // groups.moe_tp.size
+        wide = max(wide, 4 * tokens * config.moe.num_experts_per_tok * (3 * local + 2 * config.hidden_size))
+    return max(scores, wide)
+
+
 def plan_blocks(
     *, weights: int, kv_block: int, logits: int, workspace: int, budget: int, wanted: int, smallest: int
 ) -> MemoryPlan:
-    """As many cache blocks as are wanted, fewer if memory is short, but at least ``smallest`` (one full sequence).
-
-    ``smallest`` may itself be too much: ``require_fit`` then says so.
+    """As many cache blocks as are wanted, fewer if memory is short, but at least ``smallest``: those of one sequence of
+    full length, or what the recipe asks for. That may itself be too much: ``require_fit`` then says so.
     """
     left = budget - weights - logits - workspace
     blocks = max(smallest, min(wanted, left // kv_block))

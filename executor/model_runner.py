@@ -3,6 +3,7 @@
 
 import dataclasses
 import importlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from executor.batch import Batch
+from executor.batch import Batch, Phase, Span, build_batch, dead_span
 from executor.blueprint import Blueprint
 from executor.config import RunConfig
+from executor.decisions import not_built
 from executor.errors import UserError
 from executor.kv_cache import allocate
 from executor.layers.decoder import CausalLM
-from executor.layers.embedding import LMHead
-from executor.layers.linear import ColumnParallelLinear, RowParallelLinear
 from executor.model_config import ModelConfig, read_config_json, with_overrides
 from executor.ops.attention import causal_mask
 from executor.ops.reference.product import set_product
@@ -58,19 +58,12 @@ def plan_run(run: RunConfig) -> "tuple[type[ModelRunner], Plan]":
 
 def _refuse_what_is_not_built(plan: Plan) -> None:
     """A recipe may ask for more than this version does: say so before anything is allocated."""
-    model, on_npu = plan.run.model, plan.features.device_type == "npu"
-    wishes = {
-        f"parallel_config.world_size={plan.run.parallel.world_size}": plan.run.parallel.world_size > 1,
-        f"model_config.exe_mode={model.exe_mode}": model.exe_mode != "eager",
-        "model_config.enable_weight_nz=true": model.enable_weight_nz and on_npu,
-        "model_config.enable_profiler=true on an NPU": model.enable_profiler and on_npu,
-    }
-    for wish, asked in wishes.items():
-        if asked:
-            raise UserError(
-                f"{wish} is not built yet; run with world_size 1, exe_mode eager and neither enable_weight_nz nor "
-                "(on an NPU) enable_profiler, or add --explain to only check the recipe"
-            )
+    wishes = not_built(plan.run, plan.features)
+    if wishes:
+        raise UserError(
+            f"{wishes[0]} is not built yet; run with world_size 1, exe_mode eager and neither hosts, "
+            "enable_weight_nz nor (on an NPU) enable_profiler, or add --explain to only check the recipe"
+        )
 
 
 class ModelRunner(ABC):
@@ -79,7 +72,7 @@ class ModelRunner(ABC):
     A subclass says how a config is read and how a model is composed.
     """
 
-    forward: Callable[[Batch, Any], torch.Tensor]
+    forwards: dict[Phase, Callable[[Batch, Any], torch.Tensor]]
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -100,7 +93,6 @@ class ModelRunner(ABC):
             self.device,
         )
         self.causal_mask = causal_mask(self.device)
-        self.graph_compile()
 
     @staticmethod
     @abstractmethod
@@ -126,18 +118,31 @@ class ModelRunner(ABC):
         else:
             report = load_weights(self.model, run.config_dir, on_bytes)
         for module in self.model.modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear | LMHead):
-                module.finalize()
+            finalize = getattr(module, "finalize", None)
+            if finalize is not None:
+                finalize()
+        self.graph_compile()
         return report
 
     def graph_compile(self) -> None:
-        """Set ``self.forward``, which ``step`` calls, to the form ``exe_mode`` asks for: eager is the model itself."""
-        self.forward = self.model
+        """Choose what ``step`` calls in each phase. Called once the weights are final; eager is the model itself."""
+        self.forwards = {"prefill": self.model, "decode": self.model}
+
+    def warm_up(self) -> float:
+        """Take one step of each phase on scratch slots, so that one-off costs are not in the first request's times.
+        Returns seconds."""
+        started = time.perf_counter()
+        size, blocks = self.plan.block_size, self.plan.max_blocks
+        rows = [dead_span(row, size) for row in range(self.plan.batch_size)]
+        self.step(build_batch("decode", rows, block_size=size, max_blocks=blocks, causal_mask=None))
+        chunk = [Span([0] * size, 0, [0])]
+        self.step(build_batch("prefill", chunk, block_size=size, max_blocks=blocks, causal_mask=self.causal_mask))
+        return time.perf_counter() - started
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> torch.Tensor:
         """Logits ``[R, vocab]`` of ``batch.logit_rows``, in the model's dtype. Writes the step's keys and values."""
-        return self.forward(self._to_device(batch), self.caches)
+        return self.forwards[batch.phase](self._to_device(batch), self.caches)
 
     def _to_device(self, batch: Batch) -> Batch:
         moved = {
@@ -169,7 +174,7 @@ class ModelRunner(ABC):
         finally:
             for hook in hooks:
                 hook.remove()
-        first = found[0] if found else "lm_head"
+        first = found[0] if found else "model.norm or lm_head"
         hint = (
             "; float16 overflows on Qwen3: use bfloat16" if self.plan.blueprint.storage.dtype == torch.float16 else ""
         )

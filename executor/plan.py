@@ -10,12 +10,31 @@ from dataclasses import dataclass
 
 import torch
 
+from executor.batch import Phase
 from executor.blueprint import Blueprint
 from executor.config import RunConfig
+from executor.decisions import (
+    GROUPS,
+    Decision,
+    layout_decisions,
+    memory_decisions,
+    not_built,
+    shape,
+    switch_decisions,
+    why_order,
+)
 from executor.errors import UserError
 from executor.kv_cache import scratch_blocks
 from executor.layers.decoder import CausalLM
-from executor.memory import MemoryPlan, kv_block_bytes, plan_blocks, require_fit, weight_bytes, workspace_bytes
+from executor.memory import (
+    MemoryPlan,
+    kv_block_bytes,
+    plan_blocks,
+    reference_workspace_bytes,
+    require_fit,
+    weight_bytes,
+    workspace_bytes,
+)
 from executor.model_config import ModelConfig
 from executor.moe.strategy import Choice, choose
 from executor.parallel.groups import planned_groups
@@ -24,13 +43,6 @@ from executor.quant.packed import PackedLinear
 from executor.quant.scheme import LinearScheme
 from executor.quant.unquantized import UnquantizedLinear
 from executor.storage import Storage
-
-
-@dataclass(frozen=True)
-class Decision:
-    what: str
-    value: str
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +75,9 @@ def make_plan(
     """Raises UserError if the layout is illegal for this model, or the run would not fit in memory."""
     dtype, why_dtype = _dtype(run, config, features)
     max_seq_len, why_length = _max_seq_len(run, config)
-    sizes = {name: getattr(run.parallel, f"{name}_size") for name in _GROUPS}
+    sizes = {name: getattr(run.parallel, f"{name}_size") for name in GROUPS}
     groups = planned_groups(0, **sizes)
+    _check_data_parallel(run, config)
     choices = _moe_choices(run, config, features)
     scheme, why_scheme = _scheme(dtype, features)
     blueprint = Blueprint(
@@ -73,7 +86,7 @@ def make_plan(
         storage=Storage(dtype, torch.device("meta"), features.out_in_order),
         scheme=scheme,
         max_positions=-(-max_seq_len // run.scheduler.block_size) * run.scheduler.block_size,
-        moe_strategy=choices[0][1].strategy if choices else "tp",
+        moe_strategies={phase: choice.strategy for phase, choice in choices},
         balanced_gate=run.model.force_eplb,
     )
     batch_size = run.scheduler.batch_size // run.parallel.attn_dp_size
@@ -84,15 +97,15 @@ def make_plan(
         )
     memory = _memory(run, blueprint, features, batch_size, build_model(blueprint))
     decisions = [
-        Decision("model", f"{run.model.model_name} ({config.model_type})", _shape(config)),
+        Decision("model", f"{run.model.model_name} ({config.model_type})", shape(config)),
         Decision("platform", features.name, f"model_config.platform_version={run.model.platform_version}"),
         Decision("dtype", str(dtype).removeprefix("torch."), why_dtype),
         Decision("exe_mode", run.model.exe_mode, "model_config.exe_mode"),
-        *_switch_decisions(run, features),
-        *_layout_decisions(run, config),
+        *switch_decisions(run, features),
+        *layout_decisions(run, config),
         *(Decision(f"MoE strategy, {phase}", choice.strategy, choice.reason) for phase, choice in choices),
         Decision("linear layers", type(scheme).__name__, why_scheme),
-        Decision("weight order", "[out, in]" if features.out_in_order else "[in, out]", _why_order(features)),
+        Decision("weight order", "[out, in]" if features.out_in_order else "[in, out]", why_order(features)),
         Decision("max_seq_len", f"{max_seq_len} tokens", why_length),
         Decision(
             "decode batch", f"{batch_size} rows", "batch_size / attn_dp_size; the shape is the same in every step"
@@ -102,7 +115,8 @@ def make_plan(
             f"<= {run.scheduler.max_prefill_tokens} tokens",
             "scheduler_config.max_prefill_tokens; longer prompts are chunked",
         ),
-        *_memory_decisions(run, features, memory),
+        *memory_decisions(run, features, memory),
+        *(Decision("not built yet", wish, "the recipe can be planned, not run") for wish in not_built(run, features)),
     ]
     return Plan(
         run=run,
@@ -113,17 +127,6 @@ def make_plan(
         memory=memory,
         decisions=tuple(decisions),
     )
-
-
-_GROUPS = ("attn_tp", "attn_dp", "dense_tp", "moe_tp", "moe_ep", "embed_tp", "lmhead_tp")
-
-
-def _shape(config: ModelConfig) -> str:
-    text = f"{config.num_hidden_layers} layers, hidden {config.hidden_size}, {config.num_attention_heads} heads"
-    text += f" over {config.num_key_value_heads} KV heads of {config.head_dim}"
-    if config.moe is not None and config.moe_layers:
-        text += f", {config.moe.num_experts} experts, top {config.moe.num_experts_per_tok}"
-    return text
 
 
 def _dtype(run: RunConfig, config: ModelConfig, features: Features) -> tuple[torch.dtype, str]:
@@ -155,7 +158,27 @@ def _max_seq_len(run: RunConfig, config: ModelConfig) -> tuple[int, str]:
     return wanted, "scheduler_config.max_seq_len"
 
 
-def _moe_choices(run: RunConfig, config: ModelConfig, features: Features) -> list[tuple[str, Choice]]:
+def _check_data_parallel(run: RunConfig, config: ModelConfig) -> None:
+    """Ranks of different attention-DP groups hold different tokens: a sum over both would mix them up."""
+    parallel = run.parallel
+    if parallel.attn_dp_size == 1:
+        return
+    dp = f"attn_dp_size={parallel.attn_dp_size} (world_size / attn_tp_size)"
+    for name in ("dense_tp", "embed_tp", "lmhead_tp"):
+        size = getattr(parallel, f"{name}_size")
+        if size > parallel.attn_tp_size:
+            raise UserError(
+                f"parallel_config.{name}_size={size} reaches over {dp}, whose groups hold different tokens; "
+                f"it may be at most attn_tp_size={parallel.attn_tp_size}"
+            )
+    if config.moe is not None and config.moe_layers and parallel.moe_ep_size == 1:
+        raise UserError(
+            f"parallel_config.moe_tp_size={parallel.moe_tp_size} reaches over {dp}, whose groups hold different "
+            "tokens; set moe_ep_size > 1, which exchanges them, or attn_tp_size=world_size"
+        )
+
+
+def _moe_choices(run: RunConfig, config: ModelConfig, features: Features) -> list[tuple[Phase, Choice]]:
     if config.moe is None or not config.moe_layers:
         return []
     facts = dict(
@@ -167,61 +190,31 @@ def _moe_choices(run: RunConfig, config: ModelConfig, features: Features) -> lis
     return [("prefill", choose("prefill", **facts)), ("decode", choose("decode", **facts))]  # type: ignore[arg-type]
 
 
-def _layout_decisions(run: RunConfig, config: ModelConfig) -> list[Decision]:
-    parallel = run.parallel
-    if parallel.world_size == 1:
-        return [Decision("layout", "one device", "parallel_config.world_size=1")]
-    sizes = {name: getattr(parallel, f"{name}_size") for name in _GROUPS}
-    layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    decisions = [Decision("layout", layout, f"parallel_config, {parallel.world_size} ranks")]
-    if parallel.attn_tp_size > config.num_key_value_heads:
-        copies = parallel.attn_tp_size // config.num_key_value_heads
-        decisions.append(Decision("KV heads", "1 per rank", f"replicated {copies} times: fewer KV heads than ranks"))
-    return decisions
-
-
-def _switch_decisions(run: RunConfig, features: Features) -> list[Decision]:
-    """Switches of model_config that are on, and what becomes of them here."""
-    decisions = []
-    if run.model.enable_cache_compile:
-        eager = run.model.exe_mode == "eager"
-        why = "exe_mode eager compiles nothing" if eager else "model_config.enable_cache_compile"
-        decisions.append(Decision("compile cache", "off" if eager else "on", why))
-    if run.model.enable_weight_nz:
-        on_npu = features.device_type == "npu"
-        why = "model_config.enable_weight_nz" if on_npu else "NZ is a format of the NPU"
-        decisions.append(Decision("weight format", "FRACTAL_NZ" if on_npu else "ND", why))
-    if run.model.force_eplb:
-        decisions.append(Decision("router", "experts in turn", "model_config.force_eplb: the answers mean nothing"))
-    return decisions
-
-
-def _why_order(features: Features) -> str:
-    if features.out_in_order:
-        return "few-token matmuls read [out, in] rows faster on a CPU"
-    return "a [out, in] weight costs a Transpose node per use in a GE graph"
-
-
 def _memory(run: RunConfig, blueprint: Blueprint, features: Features, batch_size: int, model: CausalLM) -> MemoryPlan:
     config, groups, scheduler = blueprint.config, blueprint.groups, run.scheduler
     itemsize = blueprint.storage.dtype.itemsize
     per_sequence = blueprint.max_positions // scheduler.block_size
     scratch = scratch_blocks(batch_size, scheduler.block_size)
+    on_cpu = features.device_type == "cpu"
+    tokens = max(scheduler.max_prefill_tokens, batch_size)
     memory = plan_blocks(
         weights=weight_bytes(model) + _packed_copy(blueprint, model),
         kv_block=kv_block_bytes(config, groups, scheduler.block_size, itemsize),
         # the model's dtype once, gathered, and a float32 copy for the sampler
         logits=batch_size * config.vocab_size * (itemsize + 4),
-        workspace=workspace_bytes(config, groups, max(scheduler.max_prefill_tokens, batch_size), itemsize),
+        workspace=workspace_bytes(config, groups, tokens, itemsize)
+        + on_cpu * reference_workspace_bytes(config, groups, tokens, blueprint.max_positions),
         budget=int(features.memory_bytes * scheduler.mem_fraction_static),
         wanted=scheduler.num_blocks or batch_size * per_sequence + scratch,
-        smallest=scheduler.num_blocks or scratch + 1,
+        smallest=scheduler.num_blocks or per_sequence + scratch,
     )
     changes = []
     if run.parallel.world_size > 1 or features.device_type == "npu":
         changes.append("more ranks (larger attn_tp_size, moe_tp_size or moe_ep_size, dense_tp_size)")
     if memory.workspace > GIB // 4:
         changes.append(f"scheduler_config.max_prefill_tokens below {scheduler.max_prefill_tokens}")
+    if memory.kv_cache > GIB // 4 and not scheduler.num_blocks:
+        changes.append(f"scheduler_config.max_seq_len below {blueprint.max_positions}")
     if scheduler.num_blocks:
         changes.append(f"scheduler_config.num_blocks below {scheduler.num_blocks}")
     if itemsize > 2:
@@ -237,22 +230,3 @@ def _packed_copy(blueprint: Blueprint, model: CausalLM) -> int:
     if not (model.shares_head and isinstance(blueprint.scheme, PackedLinear)):
         return 0
     return blueprint.config.vocab_size * blueprint.config.hidden_size * blueprint.storage.dtype.itemsize
-
-
-def _memory_decisions(run: RunConfig, features: Features, memory: MemoryPlan) -> list[Decision]:
-    def gib(size: int) -> str:
-        return f"{size / GIB:.2f} GiB" if size >= GIB // 100 else f"{size / (1 << 20):.2f} MiB"
-
-    scratch = scratch_blocks(run.scheduler.batch_size // run.parallel.attn_dp_size, run.scheduler.block_size)
-    tokens = (memory.num_blocks - scratch) * run.scheduler.block_size
-    return [
-        Decision("weights", gib(memory.weights), "per rank, counted on the meta device"),
-        Decision("KV cache", gib(memory.kv_cache), f"{memory.num_blocks} blocks, room for {tokens} tokens"),
-        Decision("logits", gib(memory.logits), "one row per decode row, model dtype and float32"),
-        Decision("workspace", gib(memory.workspace), "activations of the widest point of a prefill step, estimated"),
-        Decision(
-            "memory",
-            f"{gib(memory.total)} of {gib(memory.budget)}",
-            f"fits: mem_fraction_static {run.scheduler.mem_fraction_static} of {features.memory_source}",
-        ),
-    ]

@@ -2,6 +2,7 @@
 """What a run says about itself: a table on screen and the same as JSON, and the plan as a table."""
 
 import json
+import math
 import os
 import platform
 import resource
@@ -22,8 +23,7 @@ from executor.weights import LoadReport
 
 def percentile(values: list[float], share: float) -> float:
     """Nearest-rank percentile of a non-empty list."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return sorted(values)[math.ceil(share * len(values)) - 1]
 
 
 def _milliseconds(seconds: list[float]) -> dict[str, float] | None:
@@ -76,6 +76,7 @@ def summarize(
         "decode_seconds": tally.decode_seconds,
         "load_seconds": load.seconds,
         "load_bytes": load.bytes_read,
+        "warm_up_seconds": load.warm_up_seconds,
         "peak_memory_bytes": peak_memory_bytes(device),
         "planned_memory_bytes": plan.memory.total,
     }
@@ -99,7 +100,8 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
         "output tokens/s": f"{figures['output_tokens_per_second']:.1f}",
         "steps": f"{figures['prefill_steps']} prefill ({figures['prefill_seconds']:.2f} s), "
         f"{figures['decode_steps']} decode ({figures['decode_seconds']:.2f} s)",
-        "load": f"{figures['load_bytes'] / GIB:.3f} GiB in {figures['load_seconds']:.2f} s",
+        "load": f"{figures['load_bytes'] / GIB:.3f} GiB in {figures['load_seconds']:.2f} s, "
+        f"warm-up {figures['warm_up_seconds']:.2f} s",
         "memory": f"peak {figures['peak_memory_bytes'] / GIB:.2f} GiB, "
         f"planned {figures['planned_memory_bytes'] / GIB:.2f} GiB",
     }
@@ -109,7 +111,9 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    table = Table("decision", "value", "reason", title=f"plan of {plan.run.model.model_name}")
+    table = Table(title=f"plan of {plan.run.model.model_name}")
+    for name in ("decision", "value", "reason"):
+        table.add_column(name, overflow="fold")  # a narrow terminal must not cut a reason short
     for decision in plan.decisions:
         table.add_row(decision.what, decision.value, decision.reason)
     console.print(table)
@@ -122,6 +126,9 @@ def write_json(path: Path, content: Any) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(content, file, indent=2, ensure_ascii=False)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp's files are readable by their owner only
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -8,12 +8,11 @@ never run out of cache and a long one holds up nobody else. A prefill step carri
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
-from executor.batch import Batch, Span, build_batch
+from executor.batch import Batch, Phase, Span, build_batch, dead_span
 from executor.errors import UserError
 from executor.kv_cache import BlockPool, scratch_blocks
 from executor.sampler import SamplingParams
@@ -47,28 +46,40 @@ class Sequence:
         return self.request.prompt + self.output
 
     @property
+    def penalized_history(self) -> list[int]:
+        """The ids that a repetition penalty looks at; none without a penalty."""
+        return [] if self.request.sampling.repetition_penalty == 1.0 else self.ids
+
+    @property
     def prompt_left(self) -> int:
         return max(0, len(self.request.prompt) - self.num_cached)
 
     def span(self, count: int) -> Span:
-        """The next ``count`` tokens; logits are wanted when they reach the end of what is known."""
+        """The next ``count`` tokens of the prompt, or the answer's last token."""
         if self.prompt_left:
             ids = self.request.prompt[self.num_cached : self.num_cached + count]
         else:
             ids = self.output[-1:]
-        known = len(self.request.prompt) + len(self.output)
-        return Span(ids, self.num_cached, self.blocks, self.num_cached + len(ids) == known)
+        return Span(ids, self.num_cached, self.blocks)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A batch, the sequences whose next token it computes, their rows in its logits and in its tokens, and what it
-    adds to the cache."""
+    """What to compute and for whom.
+
+    Attributes:
+        batch: the tokens.
+        sequences: those whose next token this step computes.
+        rows: the rows of the logits that are theirs, int64.
+        live: the rows of the logits that belong to a request at all (a chunk of a prompt has one, though no token is
+            chosen from it), int64.
+        cached: what the step adds to the cache.
+    """
 
     batch: Batch
     sequences: list[Sequence]
     rows: torch.Tensor
-    token_rows: torch.Tensor
+    live: torch.Tensor
     cached: list[tuple[Sequence, int]]
     num_prompt_tokens: int
 
@@ -159,28 +170,30 @@ class Scheduler:
             if sequence.prompt_left and left > 0:
                 spans.append((sequence, sequence.span(left)))
                 left -= len(spans[-1][1].ids)
-        wanting = [sequence for sequence, span in spans if span.wants_logits]
         prompt_tokens = sum(len(span.ids) for sequence, span in spans if sequence.prompt_left)
         batch = self._build("prefill", [span for _, span in spans])
-        everything = torch.arange(batch.num_tokens)
-        cached = [(sequence, len(span.ids)) for sequence, span in spans]
-        return Step(batch, wanting, torch.arange(len(wanting)), everything, cached, prompt_tokens)
+        wanting = [row for row, (sequence, span) in enumerate(spans) if len(span.ids) >= sequence.prompt_left]
+        return Step(
+            batch,
+            [spans[row][0] for row in wanting],
+            torch.tensor(wanting, dtype=torch.int64),
+            torch.arange(len(spans)),
+            [(sequence, len(span.ids)) for sequence, span in spans],
+            prompt_tokens,
+        )
 
     def _decode_step(self) -> Step:
-        live = self.running
-        spans = [self._dead(row) if sequence is None else sequence.span(1) for row, sequence in enumerate(self.rows)]
+        spans = [
+            dead_span(row, self.block_size) if sequence is None else sequence.span(1)
+            for row, sequence in enumerate(self.rows)
+        ]
         rows = torch.tensor([row for row, sequence in enumerate(self.rows) if sequence is not None])
-        return Step(self._build("decode", spans), live, rows, rows, [(sequence, 1) for sequence in live], 0)
+        return Step(self._build("decode", spans), self.running, rows, rows, [(s, 1) for s in self.running], 0)
 
-    def _dead(self, row: int) -> Span:
-        """A row without a request: token 0 at a scratch slot of its own."""
-        block, offset = divmod(row, self.block_size)
-        return Span([0], offset, [block], True)
-
-    def _build(self, phase: str, spans: Iterable[Span]) -> Batch:
+    def _build(self, phase: Phase, spans: list[Span]) -> Batch:
         return build_batch(
-            "prefill" if phase == "prefill" else "decode",
-            list(spans),
+            phase,
+            spans,
             block_size=self.block_size,
             max_blocks=self.max_blocks,
             causal_mask=self.causal_mask if phase == "prefill" else None,

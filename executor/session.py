@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -70,8 +69,9 @@ class Session:
     def vocab_limit(self) -> int:
         return min(self.codec.vocab_limit, self.plan.config.vocab_size)
 
-    def requests(self, prompts: Iterable[Prompt]) -> list[Request]:
-        """Encode ``prompts``. Raises UserError if one is empty or can never be served by this plan."""
+    def requests(self, prompts: Iterable[Prompt], first: int = 0) -> list[Request]:
+        """Encode ``prompts``, of which the first is number ``first`` of the run: with a seed each draws from a stream
+        of its own. Raises UserError if one is empty or can never be served by this plan."""
         run = self.plan.run
         eos = frozenset() if run.sampling.ignore_eos else self.codec.eos_ids
         requests = []
@@ -85,7 +85,7 @@ class Session:
                     f"prompt {number + 1} has token id {max(ids)}, but config.json says vocab_size="
                     f"{self.plan.config.vocab_size}: tokenizer and model do not belong together"
                 )
-            seed = None if self.sampling.seed is None else self.sampling.seed + number
+            seed = None if self.sampling.seed is None else self.sampling.seed + first + number
             request = Request(
                 prompt=ids,
                 max_new_tokens=prompt.max_new_tokens or run.scheduler.max_new_tokens,
@@ -115,6 +115,7 @@ class Session:
         with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as progress:
             task = progress.add_task("loading", total=None)
             report = runner.load_weights(lambda done, total: progress.update(task, completed=done, total=total))
+        report.warm_up_seconds = runner.warm_up()
         for warning in report.warnings:
             console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
         return runner, report
@@ -128,8 +129,3 @@ def output_path(run: RunConfig, name: str) -> Path:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK) or path.is_dir():
         raise UserError(f"output_config.dir={run.output.dir}: {path} cannot be written; name a writable directory")
     return path
-
-
-def identity(run: RunConfig) -> dict[str, Any]:
-    """The recipe as it was run, for reports."""
-    return run.to_mapping()

@@ -45,6 +45,7 @@ class Slot:
 class LoadReport:
     bytes_read: int = 0
     seconds: float = 0.0
+    warm_up_seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)
 
 

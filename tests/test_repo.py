@@ -33,6 +33,7 @@ ARROWS = {
         "executor.weights",
     },
     "executor.moe": {
+        "executor.batch",
         "executor.errors",
         "executor.storage",
         "executor.model_config",

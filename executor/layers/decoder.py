@@ -25,9 +25,9 @@ RotaryTable = tuple[torch.Tensor, torch.Tensor]
 class FeedForward(Protocol):
     """What stands behind ``mlp``: a dense MLP or a mixture of experts."""
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor: ...
+    def partial(self, x: torch.Tensor, batch: Batch) -> torch.Tensor: ...
 
-    def reduce(self, y: torch.Tensor) -> torch.Tensor: ...
+    def reduce(self, y: torch.Tensor, batch: Batch) -> torch.Tensor: ...
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]: ...
 
@@ -51,19 +51,19 @@ class DecoderLayer(nn.Module):
     def attn_reduce(self, y: torch.Tensor) -> torch.Tensor:
         return self.self_attn.reduce(y)
 
-    def ffn_compute(self, y: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def ffn_compute(self, y: torch.Tensor, residual: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         y, residual = self.post_attention_layernorm.add(y, residual)
-        return self.mlp.partial(y), residual
+        return self.mlp.partial(y, batch), residual
 
-    def ffn_reduce(self, y: torch.Tensor) -> torch.Tensor:
-        return self.mlp.reduce(y)
+    def ffn_reduce(self, y: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.mlp.reduce(y, batch)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotary: RotaryTable, batch: Batch, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.attn_compute(x, residual, rotary, batch, cache)
-        x, residual = self.ffn_compute(self.attn_reduce(x), residual)
-        return self.ffn_reduce(x), residual
+        x, residual = self.ffn_compute(self.attn_reduce(x), residual, batch)
+        return self.ffn_reduce(x, batch), residual
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.input_layernorm.slots(f"{prefix}.input_layernorm")

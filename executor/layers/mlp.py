@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from executor.batch import Batch
 from executor.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from executor.model_config import ModelConfig
 from executor.ops.matmul import swiglu
@@ -40,10 +41,10 @@ class MLP(nn.Module):
             scheme=scheme,
         )
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
+    def partial(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         return self.down_proj.partial(swiglu(self.gate_up_proj(x)))
 
-    def reduce(self, y: torch.Tensor) -> torch.Tensor:
+    def reduce(self, y: torch.Tensor, batch: Batch) -> torch.Tensor:
         return self.down_proj.reduce(y)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sparse feed-forward block: gate, dispatch, experts, combine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
+from executor.batch import Batch, Phase
 from executor.moe.experts import Experts
 from executor.moe.gate import Gate
 from executor.moe.strategy import Strategy
@@ -13,20 +14,23 @@ from executor.weights import Slot
 
 
 class MoeBlock(nn.Module):
-    def __init__(self, gate: Gate, experts: Experts, strategy: Strategy) -> None:
+    """Prefill and decode may bring tokens to their experts in different ways: one strategy for each."""
+
+    def __init__(self, gate: Gate, experts: Experts, strategies: Mapping[Phase, Strategy]) -> None:
         super().__init__()
         self.gate = gate
         self.experts = experts
-        self.strategy = strategy
+        self.strategies = dict(strategies)
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
+    def partial(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """``[T, H] -> [T, H]``, still to be reduced."""
+        strategy = self.strategies[batch.phase]
         weights_TK, ids_TK = self.gate(x)
-        sent = self.strategy.dispatch(x, ids_TK, weights_TK)
-        return self.strategy.combine(self.experts(sent.rows_RH, sent.counts_E), sent.state)
+        sent = strategy.dispatch(x, ids_TK, weights_TK, batch)
+        return strategy.combine(self.experts(sent.rows_RH, sent.counts_E), sent.state)
 
-    def reduce(self, y: torch.Tensor) -> torch.Tensor:
-        return self.strategy.reduce(y)
+    def reduce(self, y: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.strategies[batch.phase].reduce(y)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.gate.slots(f"{prefix}.gate")

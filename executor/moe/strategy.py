@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from executor.batch import Batch, Phase
+
 StrategyName = Literal["tp", "ep_local", "ep_allgather", "ep_double_routing", "ep_mc2"]
 
 
@@ -26,7 +28,9 @@ class Strategy(Protocol):
     capturable: bool
     """Whether shapes are independent of the routing, as a static graph needs."""
 
-    def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched: ...
+    def dispatch(
+        self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, batch: Batch
+    ) -> Dispatched: ...
 
     def combine(self, y_RH: torch.Tensor, state: Any) -> torch.Tensor:
         """``[R, H] -> [T, H]``, weighted and summed over K; a partial sum where ``reduce`` communicates."""
@@ -40,17 +44,17 @@ class Choice:
     reason: str
 
 
-def choose(phase: Literal["prefill", "decode"], *, moe_ep: int, attn_dp: int, top_k: int, has_mc2: bool) -> Choice:
+def choose(phase: Phase, *, moe_ep: int, attn_dp: int, top_k: int, has_mc2: bool) -> Choice:
     """The strategy of a phase.
 
-    Without expert parallelism every rank holds a slice of every expert: route, compute, all-reduce. With it, decode
-    has few tokens: if they are replicated (attention DP 1) each rank computes its own experts' share and the ranks
-    all-reduce; if they are not, the MC2 kernels exchange them inside one static graph. In prefill the volume decides:
-    gathering all tokens moves ``T * ep`` rows each way, sending each token to its experts moves ``T * top_k``.
+    Without expert parallelism every rank holds a slice of every expert: route, compute, all-reduce. With it, tokens
+    that are replicated (attention DP 1) need no exchange either: each rank computes its own experts' share. Tokens
+    that are not have to be exchanged. In decode the MC2 kernels do it inside one static graph. In prefill the volume
+    decides: gathering all tokens moves ``T * ep`` rows each way, sending each token to its experts ``T * top_k``.
     """
     if moe_ep == 1:
         return Choice("tp", "moe_ep_size=1: each rank holds a slice of every expert, one all-reduce")
-    if phase == "decode" and attn_dp == 1:
+    if attn_dp == 1:
         return Choice("ep_local", "tokens are replicated (attn_dp 1): no dispatch, one all-reduce")
     if phase == "decode" and has_mc2:
         return Choice("ep_mc2", "attn_dp > 1: dispatch and combine kernels keep the shapes static")

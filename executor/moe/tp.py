@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from executor.batch import Batch
 from executor.moe.strategy import Dispatched
 from executor.ops.moe import finalize_routing, init_routing
 from executor.parallel.groups import Group
@@ -23,7 +24,7 @@ class TensorParallel:
         self.num_experts = num_experts
         self.group = group
 
-    def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Dispatched:
+    def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, batch: Batch) -> Dispatched:
         rows_RH, row_idx, counts_E = init_routing(x_TH, ids_TK, self.num_experts, (0, self.num_experts))
         return Dispatched(rows_RH, counts_E, _State(weights_TK, row_idx))
 

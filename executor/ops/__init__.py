@@ -4,4 +4,8 @@
 Importing this package registers the reference kernels of every operator that the models use.
 """
 
-from executor.ops import reference  # noqa: F401
+from executor.platform.npu import load_torch_npu
+
+load_torch_npu()
+
+from executor.ops import reference  # noqa: E402, F401

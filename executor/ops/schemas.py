@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-TORCH_NPU_VERSION = "2.13.0"
-
 # name -> arguments and returns, exactly as the wheel prints them (float defaults keep their printed digits)
 SCHEMAS: dict[str, str] = {}
 

@@ -3,6 +3,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 GIB = 1 << 30
@@ -21,7 +22,6 @@ class Features:
         float_types: dtypes that the operators accept.
         out_in_order: matrices are stored ``[out, in]`` (see ``storage.py``).
         has_mc2: MoE dispatch and combine kernels exist.
-        has_mx: MXFP8 / MXFP4 operators exist.
     """
 
     name: str
@@ -32,10 +32,9 @@ class Features:
     float_types: tuple[str, ...]
     out_in_order: bool
     has_mc2: bool
-    has_mx: bool
 
 
-def _npu(name: Product, gib: int, source: str, *, has_mc2: bool, has_mx: bool) -> Features:
+def _npu(name: Product, gib: int, source: str, *, has_mc2: bool) -> Features:
     return Features(
         name=name,
         device_type="npu",
@@ -45,28 +44,39 @@ def _npu(name: Product, gib: int, source: str, *, has_mc2: bool, has_mx: bool) -
         float_types=("bfloat16", "float16"),
         out_in_order=False,
         has_mc2=has_mc2,
-        has_mx=has_mx,
     )
 
 
 # Memory: nominal figures; what the runtime leaves usable is a little less, which mem_fraction_static allows for.
 NPU = {
-    "a2": _npu("a2", 64, "Atlas A2: 64 GiB per NPU, nominal", has_mc2=True, has_mx=False),
-    "a3": _npu("a3", 64, "Atlas A3: 64 GiB per die, nominal", has_mc2=True, has_mx=False),
-    "950": _npu("950", 104, "Ascend 950PR: 112 GB (104 GiB) of the PCIe card, nominal", has_mc2=False, has_mx=True),
+    "a2": _npu("a2", 64, "Atlas A2: 64 GiB per NPU, nominal", has_mc2=True),
+    "a3": _npu("a3", 64, "Atlas A3: 64 GiB per die, nominal", has_mc2=True),
+    "950": _npu("950", 104, "Ascend 950PR: 112 GB (104 GiB) of the PCIe card, nominal", has_mc2=False),
 }
+
+
+def _available_memory() -> tuple[int, str]:
+    """Bytes that this process may still use: the kernel's estimate for the host, or the cgroup's limit if lower."""
+    lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
+    free = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    host = free.get("MemAvailable", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    if text != "max" and int(text) < host:
+        return int(text), "the memory limit of this control group"
+    return host, "this host's available memory"
 
 
 def cpu() -> Features:
     """This host's CPU, on which the reference kernels serve every operator."""
+    memory, source = _available_memory()
     return Features(
         name="cpu",
         device_type="cpu",
         product="a3",
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        memory_source="this host's physical memory",
+        memory_bytes=memory,
+        memory_source=source,
         float_types=("bfloat16", "float16", "float32", "float64"),
         out_in_order=True,
         has_mc2=True,
-        has_mx=True,
     )

@@ -5,6 +5,16 @@ import importlib.util
 import os
 
 
+def load_torch_npu() -> bool:
+    """Import torch_npu where there is a card; returns whether it did. It must come before our own operator
+    definitions, which give way to the vendor's: ``executor.ops`` calls this first."""
+    if importlib.util.find_spec("torch_npu") is None or not os.path.exists("/dev/davinci_manager"):
+        return False
+    import torch_npu  # noqa: F401  # registers torch.npu and the npu:: operators
+
+    return True
+
+
 def detect() -> str | None:
     """``a2``, ``a3`` or ``950`` if an NPU can be used from this process, else None.
 
@@ -14,10 +24,9 @@ def detect() -> str | None:
     Raises:
         RuntimeError: there is a card, but of a product that this project does not know.
     """
-    if importlib.util.find_spec("torch_npu") is None or not os.path.exists("/dev/davinci_manager"):
+    if not load_torch_npu():
         return None
     import torch
-    import torch_npu  # noqa: F401  # registers torch.npu and the npu:: operators
 
     if not torch.npu.is_available():  # type: ignore[attr-defined]
         return None

@@ -61,7 +61,7 @@ def test_every_batch_position_gives_the_tokens_of_a_single_run(checkpoint):
         assert tokens(answers) == [expected[i] for i in order]
 
 
-@pytest.mark.parametrize("alive", [1, 2, 3, 4])
+@pytest.mark.parametrize("alive", [1, 2, 3])
 def test_dead_rows_and_garbage_in_the_cache_change_nothing(checkpoint, alive):
     """Every slot of the cache holds NaN, the scratch slots of dead rows too, and nothing of it reaches a live row."""
     folder, expected = checkpoint
@@ -73,7 +73,7 @@ def test_dead_rows_and_garbage_in_the_cache_change_nothing(checkpoint, alive):
 
         def record(batch, step=step, logits=logits):
             result = step(batch)
-            logits.append(result[: alive if batch.phase == "decode" else None])
+            logits.append(result[:alive])
             return result
 
         made.step = record
@@ -129,7 +129,7 @@ def test_two_hundred_requests_through_four_rows_and_a_small_pool(checkpoint):
     answers, _ = generate(made, requests, vocab_limit=96, after_step=check)
     assert started == sorted(started)
     assert free[-1] == 11  # all but the scratch block
-    assert min(free) == 0 or min(free) < 4  # the pool was the bottleneck, or the test tests nothing
+    assert min(free) < 4  # the pool was the bottleneck, or the test tests nothing
     single = ck.runner(folder, scheduler__batch_size=1, scheduler__max_seq_len=80)
     for request, answer in zip(requests, answers):
         alone, _ = generate(single, [request], vocab_limit=96)
@@ -171,10 +171,12 @@ def test_prompt_that_the_cache_can_never_hold(checkpoint):
         ask(made, ck.random_prompts([21]))
 
 
+@pytest.mark.parametrize("max_prefill_tokens", [8, 640])
 @pytest.mark.parametrize("layer", [0, 1, 2])
-def test_non_finite_logits_stop_the_run_and_name_the_first_layer(checkpoint, layer):
+def test_non_finite_logits_stop_the_run_and_name_the_first_layer(checkpoint, layer, max_prefill_tokens):
+    """Also when it appears in a chunk of a prompt from which no token is chosen."""
     folder, _ = checkpoint
-    made = ck.runner(folder)
+    made = ck.runner(folder, scheduler__max_prefill_tokens=max_prefill_tokens)
     made.model.layers[layer].self_attn.o_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(NonFiniteLogits, match=rf"first layer with NaN or infinity is model\.layers\.{layer}$"):
         ask(made, PROMPTS[:2])

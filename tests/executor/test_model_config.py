@@ -308,3 +308,19 @@ def test_missing_file_and_directory(tmp_path):
         read_config_json(tmp_path / "config.json")
     (tmp_path / "good.json").write_text(json.dumps(DENSE))
     assert read_config_json(tmp_path / "good.json") == DENSE
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "word"),
+    [
+        ("head_dim", -16, "head_dim=-16"),
+        ("head_dim", 7, "`head_dim`=7"),  # transformers sees this one first
+        ("rms_norm_eps", -1.0, "rms_norm_eps=-1.0"),
+        ("rms_norm_eps", 0.0, "rms_norm_eps=0.0"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_values_that_would_give_nonsense_are_refused(kind, key, value, word):
+    raw = {"model_type": kind, **ck.SMALL, **(ck.EXPERTS if kind == "qwen3_moe" else {}), key: value}
+    with pytest.raises(UserError, match=rf"^config\.json: .*{word}"):
+        runner_class(kind).parse_config(raw)

@@ -120,11 +120,31 @@ def prefill_logits(made: ModelRunner, prompts: list[list[int]]) -> torch.Tensor:
     spans = []
     for prompt in prompts:
         need = -(-len(prompt) // size)
-        spans.append(Span(prompt, 0, [blocks.pop(0) for _ in range(need)], True))
+        spans.append(Span(prompt, 0, [blocks.pop(0) for _ in range(need)]))
     batch = build_batch(
         "prefill", spans, block_size=size, max_blocks=made.plan.max_blocks, causal_mask=made.causal_mask
     )
     return made.step(batch)
+
+
+def step_by_step(made: ModelRunner, prompts: list[list[int]], decode_steps: int = 5):
+    """Feed ``prompts`` in a first chunk, a second chunk and ``decode_steps`` single tokens; yields for each step the
+    positions (one per prompt) that its logits belong to, and the logits."""
+    size = made.plan.block_size
+    blocks = list(range(made.plan.memory.num_blocks - 1, 0, -1))
+    owned = [[blocks.pop(0) for _ in range(-(-len(p) // size))] for p in prompts]
+    done = [0] * len(prompts)
+    for step in range(2 + decode_steps):
+        spans = []
+        for i, prompt in enumerate(prompts):
+            rest = len(prompt) - decode_steps
+            end = (rest // 2, rest)[step] if step < 2 else done[i] + 1
+            spans.append(Span(prompt[done[i] : end], done[i], owned[i]))
+            done[i] = end
+        phase = "prefill" if step < 2 else "decode"
+        mask = made.causal_mask if phase == "prefill" else None
+        batch = build_batch(phase, spans, block_size=size, max_blocks=made.plan.max_blocks, causal_mask=mask)
+        yield [d - 1 for d in done], made.step(batch)
 
 
 def random_prompts(lengths: list[int], vocab: int = 96, seed: int = 0) -> list[list[int]]:

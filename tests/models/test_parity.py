@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.models import checkpoints as ck
+from tests.models import naive
 
 # float32 sums in another order: logits of about unit scale differ by some 1e-6; 1e-4 is the promise
 FP32 = 1e-4
@@ -90,13 +91,37 @@ def test_long_prompt(kind, tmp_path):
     torch.testing.assert_close(ck.prefill_logits(made, prompts), ck.oracle_logits(model, prompts), rtol=0, atol=FP32)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_float64_is_exact(kind, tmp_path):
-    """In float64 both computations must agree to float64's own precision: nothing is rounded to float32 on the way,
-    except where transformers itself computes in float32 (norms, router softmax, rope), hence not 1e-12."""
-    folder = ck.save(ck.make(kind), tmp_path)
-    made, model = ck.runner(folder, model__dtype="float64"), ck.load(folder, torch.float64)
-    torch.testing.assert_close(ck.prefill_logits(made, PROMPTS), ck.oracle_logits(model, PROMPTS), rtol=0, atol=5e-6)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("dense", {"tie_word_embeddings": True}), ("moe", {"norm_topk_prob": True}), ("moe", {"mlp_only_layers": [1]})],
+)
+def test_float64_equals_a_naive_model(kind, options, tmp_path):
+    """In float64 nothing is rounded to less on the way: ours equals a plain float64 model to float64's own precision,
+    in every step of a run (prefill, chunk, decode). float32 anywhere would show as 1e-7 and more."""
+    model = ck.make(kind, **options)
+    folder = ck.save(model, tmp_path)
+    (ids,) = ck.random_prompts([21])
+    expected = naive.logits(folder, ids)
+    made = ck.runner(folder, model__dtype="float64")
+    for rows, got in ck.step_by_step(made, [ids]):
+        torch.testing.assert_close(got, expected[rows], rtol=0, atol=1e-10)
+    # and the naive model is Qwen3: float32 transformers agrees with it as float32 does
+    torch.testing.assert_close(ck.oracle_logits(model, [ids])[0].double(), expected[-1], rtol=0, atol=FP32)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_step_equals_transformers(name, tmp_path):
+    """Not only the first prefill: half of each prompt at once, the next part as a chunk over the cache, the rest token
+    by token in decode steps of a ragged batch."""
+    kind, options = OPTIONS[name]
+    model = ck.make(kind, **options)
+    made = ck.runner(ck.save(model, tmp_path))
+    prompts = ck.random_prompts([40, 23, 31])
+    with torch.no_grad():
+        full = [model(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    for rows, got in ck.step_by_step(made, prompts):
+        expected = torch.stack([logits[row] for logits, row in zip(full, rows)])
+        torch.testing.assert_close(got, expected, rtol=0, atol=FP32)
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
