@@ -2,8 +2,9 @@
 """How parameters are laid out in memory. Logical shapes are the same on every platform; only strides differ.
 
 A matrix is always used as ``x @ weight`` with ``weight [in, out]``. On an NPU it is stored that way, because a
-``[out, in]`` weight would cost a Transpose node per use in a GE graph. A CPU reads ``[out, in]`` rows faster when
-there are few tokens, so there the same logical matrix is a transposed view of ``[out, in]`` storage.
+``[out, in]`` weight would cost a Transpose node per use in a GE graph (a head tied to the embedding still does). A CPU
+reads ``[out, in]`` rows faster when there are few tokens, so there the same logical matrix is a transposed view of
+``[out, in]`` storage.
 """
 
 from dataclasses import dataclass
