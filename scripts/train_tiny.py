@@ -11,8 +11,10 @@ A prompt is held out when the CRC-32 of its text is a multiple of 10: no such pr
 ``assets/heldout.jsonl`` is drawn from them alone. One example in five is asked in thinking mode, where the answer
 is first written backwards between think tags (the order in which one adds); one batch in eight has earlier turns.
 
-    python scripts/train_tiny.py moe   assets/qwen3_moe_tiny   --steps 3000
-    python scripts/train_tiny.py dense assets/qwen3_dense_tiny --steps 3000
+The shipped files were made by these commands (the thread count matters for the last bits of a sum):
+
+    OMP_NUM_THREADS=1 python scripts/train_tiny.py moe   assets/qwen3_moe_tiny
+    OMP_NUM_THREADS=1 python scripts/train_tiny.py dense assets/qwen3_dense_tiny
     python scripts/train_tiny.py questions assets/heldout.jsonl
 """
 
@@ -177,7 +179,6 @@ def build_model(kind: str, vocab_size: int) -> torch.nn.Module:
 
 def train(kind: str, folder: Path, steps: int, batch_size: int, lr: float, seed: int) -> None:
     torch.manual_seed(seed)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rng = random.Random(seed)
     tok = build_tokenizer()
     model = build_model(kind, vocab_size=128)
@@ -229,8 +230,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("moe", "dense", "questions"))
     parser.add_argument("path", type=Path)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=500, help="number of held-out questions")
