@@ -136,7 +136,7 @@ class DataSection(Section):
 
 
 class ParallelSection(Section):
-    """How many ranks there are and how many share each part of the model. Each size divides world_size, and
+    """How many ranks there are and how many share each part of the model. Each size divides world_size; with experts,
     moe_tp_size * moe_ep_size = world_size. The rest is attention data parallelism:
     attn_dp_size = world_size / attn_tp_size."""
 
@@ -161,10 +161,6 @@ class ParallelSection(Section):
             if isinstance(size, int) and self.world_size % size:
                 legal = ", ".join(str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0)
                 raise UserError(f"parallel_config.{name}={size} does not divide {world}; legal: {legal}")
-        if self.moe_tp_size * self.moe_ep_size != self.world_size:
-            sizes = f"parallel_config.moe_tp_size={self.moe_tp_size} * moe_ep_size={self.moe_ep_size}"
-            fix = f"moe_tp_size={self.world_size // self.moe_ep_size}"
-            raise UserError(f"{sizes} must equal {world} (dense models too); for example {fix}")
         if self.hosts and self.world_size % len(self.hosts):
             hosts = f"parallel_config.hosts has {len(self.hosts)} entries"
             raise UserError(f"{hosts}, which does not divide {world}; machines run equally many ranks")

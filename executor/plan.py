@@ -77,6 +77,7 @@ def make_plan(
     max_seq_len, why_length = _max_seq_len(run, config)
     sizes = {name: getattr(run.parallel, f"{name}_size") for name in GROUPS}
     groups = planned_groups(0, **sizes)
+    _check_experts(run, config)
     _check_data_parallel(run, config)
     choices = _moe_choices(run, config, features)
     scheme, why_scheme = _scheme(dtype, features)
@@ -156,6 +157,16 @@ def _max_seq_len(run: RunConfig, config: ModelConfig) -> tuple[int, str]:
             "context with model_config.rope_scaling (YaRN)"
         )
     return wanted, "scheduler_config.max_seq_len"
+
+
+def _check_experts(run: RunConfig, config: ModelConfig) -> None:
+    """Every rank holds a part of the experts, and no part is held twice."""
+    tp, ep, world = run.parallel.moe_tp_size, run.parallel.moe_ep_size, run.parallel.world_size
+    if config.moe_layers and tp * ep != world:
+        raise UserError(
+            f"parallel_config.moe_tp_size={tp} * moe_ep_size={ep} must equal parallel_config.world_size={world}; "
+            f"for example moe_tp_size={world // ep}"
+        )
 
 
 def _check_data_parallel(run: RunConfig, config: ModelConfig) -> None:

@@ -184,11 +184,6 @@ def test_derived_paths():
             "parallel_config.dense_tp_size=4 does not divide parallel_config.world_size=6; legal: 1, 2, 3, 6",
         ),
         (
-            {"parallel_config": {"world_size": 8, "moe_ep_size": 2}},
-            "parallel_config.moe_tp_size=1 * moe_ep_size=2 must equal parallel_config.world_size=8 "
-            "(dense models too); for example moe_tp_size=4",
-        ),
-        (
             {"parallel_config": {"world_size": 4, "moe_tp_size": 4, "hosts": ["a", "b", "c"]}},
             "parallel_config.hosts has 3 entries, which does not divide parallel_config.world_size=4; "
             "machines run equally many ranks",

@@ -37,6 +37,12 @@ def test_sums_over_ranks_with_different_tokens_are_refused(name):
         plan(*legal, "parallel_config.moe_tp_size=8", "parallel_config.moe_ep_size=1")
 
 
+def test_experts_are_dealt_out_once():
+    with pytest.raises(UserError, match=r"moe_tp_size=8 \* moe_ep_size=2 must equal .*world_size=8; .* moe_tp_size=4$"):
+        plan("parallel_config.moe_ep_size=2")
+    assert plan(recipe="qwen3_dense_8b_a3_tp2").blueprint.groups.moe_tp.size == 1  # a dense model has no such rule
+
+
 def test_cache_holds_at_least_one_sequence_of_full_length_or_the_plan_refuses():
     tight = plan().memory
     per_sequence = -(-4352 // 128)
