@@ -7,7 +7,6 @@ import sys
 from rich.console import Console
 
 from executor.errors import UserError
-from executor.generation import generate
 from executor.prompts import Prompt
 from executor.session import Session
 
@@ -39,14 +38,7 @@ def converse(session: Session, console: Console) -> None:
         except UserError as error:
             console.print(f"error: {error}", style="red", soft_wrap=True)
             continue
-        answers, _ = generate(
-            runner,
-            requests,
-            vocab_limit=session.vocab_limit,
-            codec=session.codec,
-            stop=session.plan.run.sampling.stop,
-            on_text=_write,
-        )
+        answers, _ = session.answer(runner, requests, _write)
         turns += 1
         history = [*messages, {"role": "assistant", "content": answers[0].text}]
 

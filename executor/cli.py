@@ -13,7 +13,7 @@ from executor.chat import converse
 from executor.config import RunConfig
 from executor.errors import UserError
 from executor.evaluation import final_answer, score
-from executor.generation import Answer, generate
+from executor.generation import Answer
 from executor.model_runner import plan_run
 from executor.profiling import profiled
 from executor.prompts import Prompt, read_prompts
@@ -88,14 +88,8 @@ def _answer(session: Session, prompts: list[Prompt], stream: bool) -> tuple[list
     if stream:
         printer.announce()
     with profiled(session.plan.run):
-        answers, tally = generate(
-            runner,
-            requests,
-            vocab_limit=session.vocab_limit,
-            codec=session.codec,
-            stop=session.plan.run.sampling.stop,
-            on_text=printer if stream else lambda number, text, done: None,
-        )
+        on_text = printer if stream else lambda number, text, done: None
+        answers, tally = session.answer(runner, requests, on_text)
     return answers, summarize(session.plan, runner.device, load, answers, tally)
 
 

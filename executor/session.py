@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from executor.config import RunConfig
 from executor.errors import UserError
-from executor.generation import new_scheduler
+from executor.generation import Answer, OnText, Tally, generate, new_scheduler
 from executor.model_config import read_config_json
 from executor.model_runner import ModelRunner, plan_run
 from executor.plan import Plan
@@ -106,6 +106,17 @@ class Session:
         if data.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": data.system_prompt}, *messages]
         return self.codec.encode_chat(messages, self.plan.run.model.enable_thinking)
+
+    def answer(self, runner: ModelRunner, requests: list[Request], on_text: OnText) -> tuple[list[Answer], Tally]:
+        """``generate`` with this session's tokenizer and stop strings."""
+        return generate(
+            runner,
+            requests,
+            vocab_limit=self.vocab_limit,
+            codec=self.codec,
+            stop=self.plan.run.sampling.stop,
+            on_text=on_text,
+        )
 
     def load(self, console: Console) -> tuple[ModelRunner, LoadReport]:
         """Build the model and fill it, with a progress bar on ``console``."""
