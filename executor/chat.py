@@ -26,7 +26,7 @@ def converse(session: Session, console: Console) -> None:
     console.print("type a message; /new starts over, /exit or end of input leaves")
     while True:
         console.print("> ", end="")
-        line = sys.stdin.readline()
+        line = sys.stdin.readline() if sys.stdin is not None else ""
         if not line or line.strip() == "/exit":
             return
         if line.strip() == "/new":

@@ -47,7 +47,7 @@ class Checkpoint:
     def _files(self) -> dict[str, set[str]]:
         """File name -> tensors that the index promises in it. Only indexed files are read where there is an index."""
         index = self.folder / INDEX
-        if index.is_file():
+        if index.is_file() or index.is_symlink():
             try:
                 content = json.loads(index.read_text(encoding="utf-8"))
                 weight_map = {str(k): str(v) for k, v in content["weight_map"].items()}
@@ -95,6 +95,8 @@ class Checkpoint:
 
 
 def _open(path: Path) -> Any:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path}: cannot be read (not a regular file); it must be a readable file")
     try:
         with path.open("rb") as f:
             if f.read(len(LFS_POINTER)) == LFS_POINTER:

@@ -2,6 +2,8 @@
 """The command line: ``infer`` answers prompts, ``eval`` scores answers. Errors are one line and a non-zero exit."""
 
 import dataclasses
+import io
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +12,7 @@ import typer
 from rich.console import Console
 
 from executor.chat import converse
-from executor.config import RunConfig
+from executor.config import REPOSITORY_ROOT, RunConfig
 from executor.errors import UserError
 from executor.evaluation import final_answer, score
 from executor.generation import Answer
@@ -139,7 +141,8 @@ def infer(
 @app.command(name="eval")
 def evaluate(
     config: ConfigArgument,
-    file: Annotated[Path, typer.Option("--file", help=".jsonl with prompt and answer")] = Path("assets/heldout.jsonl"),
+    file: Annotated[Path, typer.Option("--file", help=".jsonl with prompt and answer")] = REPOSITORY_ROOT
+    / "assets/heldout.jsonl",
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="only the first n questions")] = None,
     overrides: SetOption = None,
 ) -> None:
@@ -163,6 +166,7 @@ def evaluate(
 
 def main() -> int:
     """Run a command. Exit codes: 0 done, 2 something the user can mend, 130 interrupted."""
+    _open_streams()
     try:
         code = app(standalone_mode=False) or 0  # typer returns the code of an Exit, to which it turns Ctrl-C
     except UserError as error:
@@ -179,6 +183,17 @@ def main() -> int:
     if code == INTERRUPTED:
         print("interrupted", file=sys.stderr)
     return code
+
+
+def _open_streams() -> None:
+    """Output that was closed goes nowhere, and a character that the terminal cannot show becomes a question mark:
+    neither is a reason to lose an answer."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _complain(problem: object) -> int:

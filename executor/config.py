@@ -6,6 +6,7 @@ Rules that need a model's shapes belong to the plan; the rules here hold for any
 from other keys is a property, so a config cannot hold two answers to one question.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -16,6 +17,7 @@ from executor.config_errors import first_error, show
 from executor.config_source import apply_overrides, read_mapping
 from executor.errors import UserError
 
+LARGEST = 2**31 - 1  # what an int32 of an operator can count
 REPOSITORY_ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -34,8 +36,14 @@ def _key(default: Any, description: str, **bounds: Any) -> Any:
     return Field(default, description=description, **bounds)
 
 
+def _holds_nul(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_nul(item) for item in (*value.keys(), *value.values()))
+    return any(map(_holds_nul, value)) if isinstance(value, list) else isinstance(value, str) and "\0" in value
+
+
 def _from_root(path: str) -> Path:
-    return REPOSITORY_ROOT / Path(path).expanduser()
+    return REPOSITORY_ROOT / os.path.expanduser(path)  # leaves the home of an unknown user alone
 
 
 class Section(BaseModel):
@@ -48,7 +56,7 @@ class RopeScaling(Section):
     """YaRN, for contexts beyond the trained one. Replaces the scaling of config.json; no file is edited."""
 
     rope_type: Literal["default", "yarn"] = _key("yarn", "default: no scaling.")
-    factor: float | None = _key(None, "Extended context divided by the original one; yarn needs it.", ge=1)
+    factor: float | None = _key(None, "Extended context divided by the original one; yarn needs it.", ge=1, le=10000)
     original_max_position_embeddings: int | None = _key(
         None, "Context of the training (Qwen3: 32768); null: the model's max_position_embeddings.", ge=1
     )
@@ -91,7 +99,7 @@ class ModelSection(Section):
     force_eplb: bool = _key(False, "Deal tokens evenly to the experts instead of routing them, for timing.")
     enable_thinking: bool = _key(True, "Let the chat template ask for a reasoning block before the answer.")
     rope_scaling: RopeScaling | None = _key(None, "Context extension; null: what config.json says.")
-    max_position_embeddings: int | None = _key(None, "Context length; null: what config.json says.", ge=1)
+    max_position_embeddings: int | None = _key(None, "Context length; null: what config.json says.", ge=1, le=LARGEST)
 
     @property
     def config_dir(self) -> Path:
@@ -170,13 +178,15 @@ class ParallelSection(Section):
 class SchedulerSection(Section):
     """How much is in flight, and the paged KV cache. batch_size is a multiple of attn_dp_size."""
 
-    batch_size: int = _key(1, "Sequences decoded together, over all ranks.", ge=1)
-    max_new_tokens: int = _key(256, "Longest answer, in tokens.", ge=1)
-    max_prefill_tokens: int = _key(4096, "Most prompt tokens processed in one prefill step.", ge=1)
-    max_seq_len: int | None = _key(None, "Longest prompt plus answer; null: the model's context.", ge=2)
-    block_size: int = _key(128, "Tokens per KV cache block.", ge=16, multiple_of=16)
+    batch_size: int = _key(1, "Sequences decoded together, over all ranks.", ge=1, le=LARGEST)
+    max_new_tokens: int = _key(256, "Longest answer, in tokens.", ge=1, le=LARGEST)
+    max_prefill_tokens: int = _key(4096, "Most prompt tokens processed in one prefill step.", ge=1, le=LARGEST)
+    max_seq_len: int | None = _key(None, "Longest prompt plus answer; null: the model's context.", ge=2, le=LARGEST)
+    block_size: int = _key(128, "Tokens per KV cache block.", ge=16, le=1024, multiple_of=16)
     mem_fraction_static: float = _key(0.9, "Share of device memory for all that the plan counts.", gt=0, le=1)
-    num_blocks: int | None = _key(None, "KV cache blocks per rank; null: enough for the batch, or what fits.", ge=1)
+    num_blocks: int | None = _key(
+        None, "KV cache blocks per rank; null: enough for the batch, or what fits.", ge=1, le=LARGEST
+    )
 
     @model_validator(mode="after")
     def _answer_fits_sequence(self) -> Self:
@@ -192,11 +202,11 @@ class SamplingSection(Section):
     """How the next token is chosen. null: what the checkpoint's generation_config.json says."""
 
     do_sample: bool | None = _key(None, "false: greedy, the most likely token.")
-    temperature: float | None = _key(None, "Divides the logits; 0: greedy.", ge=0)
+    temperature: float | None = _key(None, "Divides the logits, at least 1e-4; 0: greedy.", ge=0)
     top_k: int | None = _key(None, "Keep the k most likely tokens; 0: all.", ge=0)
     top_p: float | None = _key(None, "Keep the most likely tokens up to this total probability.", gt=0, le=1)
     min_p: float | None = _key(None, "Keep tokens at least this likely relative to the best one.", ge=0, le=1)
-    repetition_penalty: float | None = _key(None, "Above 1 disfavours tokens already present.", gt=0)
+    repetition_penalty: float | None = _key(None, "Above 1 disfavours tokens already present.", ge=1e-3, le=1e3)
     seed: int | None = _key(None, "Seed of the random draws; null: a run cannot be repeated.", ge=0, lt=2**63)
     ignore_eos: bool = _key(False, "Go on after an end token, for timing.")
     stop: TextList = _key((), "Texts that end an answer; they are not part of it.")
@@ -238,9 +248,12 @@ class RunConfig(Section):
     def from_mapping(cls, mapping: Mapping[Any, Any]) -> Self:
         """Check plain data spelled like a recipe file. Raises UserError, one line."""
         try:
-            return cls.model_validate(dict(mapping))
+            config = cls.model_validate(dict(mapping))
         except ValidationError as error:
             raise UserError(first_error(error, cls)) from None
+        if _holds_nul(config.to_mapping()):
+            raise UserError("the recipe holds a NUL character, which no name or path may have; remove it")
+        return config
 
     def to_mapping(self) -> dict[str, Any]:
         """Every key with its value, as plain data spelled like a recipe file; ``from_mapping`` undoes it."""

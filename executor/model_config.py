@@ -139,10 +139,10 @@ def _check_sizes(hf: Any) -> None:
     """transformers' check lets zero and negative sizes through."""
     for key in (*REQUIRED, "num_key_value_heads", "max_position_embeddings"):
         value = getattr(hf, key)
-        if not (isinstance(value, int) and value >= 1):
-            raise UserError(f"config.json: {key}={value!r} must be an integer >= 1")
+        if not (isinstance(value, int) and 1 <= value < 2**31):
+            raise UserError(f"config.json: {key}={value!r} must be an integer >= 1 (and below 2^31)")
     head_dim = getattr(hf, "head_dim", None)
-    if head_dim is not None and not (isinstance(head_dim, int) and head_dim >= 2 and head_dim % 2 == 0):
+    if head_dim is not None and not (isinstance(head_dim, int) and 2 <= head_dim <= 65536 and head_dim % 2 == 0):
         raise UserError(f"config.json: head_dim={head_dim!r} must be an even integer >= 2: rope turns pairs")
     if not _is_positive(hf.rms_norm_eps):
         raise UserError(f"config.json: rms_norm_eps={hf.rms_norm_eps!r} must be a positive number")

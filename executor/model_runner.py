@@ -135,7 +135,8 @@ class ModelRunner(ABC):
         size, blocks = self.plan.block_size, self.plan.max_blocks
         rows = [dead_span(row, size) for row in range(self.plan.batch_size)]
         self.step(build_batch("decode", rows, block_size=size, max_blocks=blocks, causal_mask=None))
-        chunk = [Span([0] * size, 0, [0])]
+        tokens = min(size, self.plan.max_seq_len, self.plan.run.scheduler.max_prefill_tokens)
+        chunk = [Span([0] * tokens, 0, [0])]
         self.step(build_batch("prefill", chunk, block_size=size, max_blocks=blocks, causal_mask=self.causal_mask))
         return time.perf_counter() - started
 

@@ -206,6 +206,11 @@ def _memory(run: RunConfig, blueprint: Blueprint, features: Features, batch_size
     itemsize = blueprint.storage.dtype.itemsize
     per_sequence = blueprint.max_positions // scheduler.block_size
     scratch = scratch_blocks(batch_size, scheduler.block_size)
+    if scheduler.num_blocks is not None and scheduler.num_blocks <= scratch:
+        raise UserError(
+            f"scheduler_config.num_blocks={scheduler.num_blocks} leaves no block for a sequence: {scratch} are scratch "
+            f"blocks of the {batch_size} decode rows; set at least {scratch + 1}"
+        )
     on_cpu = features.device_type == "cpu"
     tokens = max(scheduler.max_prefill_tokens, batch_size)
     memory = plan_blocks(

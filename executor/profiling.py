@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``enable_profiler``: record what a run does, as a Chrome trace."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from tempfile import TemporaryDirectory
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -20,4 +22,6 @@ def profiled(run: RunConfig) -> Iterator[None]:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         yield
     path.parent.mkdir(parents=True, exist_ok=True)
-    recorded.export_chrome_trace(str(path))
+    with TemporaryDirectory(dir=path.parent) as folder:  # nothing is left behind if the disk is full
+        recorded.export_chrome_trace(f"{folder}/trace.json")
+        os.replace(f"{folder}/trace.json", path)

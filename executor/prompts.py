@@ -34,7 +34,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     try:
         data = path.read_bytes()
     except OSError as error:  # no such file, a directory, no permission: strerror says which
-        raise UserError(f"{path}: {error.strerror}; data_config.dataset must name a readable file") from None
+        raise UserError(f"{path}: {error.strerror}; name a readable file of prompts") from None
     if suffix not in (".txt", ".jsonl"):
         raise UserError(f"{path}: unknown kind of data set; use .txt (a prompt per line) or .jsonl")
     try:
@@ -55,12 +55,12 @@ def read_prompts(path: Path) -> list[Prompt]:
 def _prompt_of_json(where: str, line: str) -> Prompt:
     """Parse and check one line of a .jsonl data set."""
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=_unique)
         whole_characters = is_utf8(json.dumps(row, ensure_ascii=False))
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: not JSON ({error.msg}, column {error.colno}); write one object") from None
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits, thousands of brackets
-        raise UserError(f"{where}: JSON out of bounds ({error}); write one flat object") from None
+        raise UserError(f"{where}: not a usable JSON object ({error}); write one flat object") from None
     if not isinstance(row, dict):
         raise UserError(f"{where}: must be a JSON object, not {type(row).__name__}")
     if not whole_characters:
@@ -96,6 +96,15 @@ def _conversation(where: str, messages: object) -> tuple[dict[str, str], ...]:
     if not messages[-1]["content"].strip():
         raise UserError(f"{where}: the last message is empty; write its content")
     return tuple(messages)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An object of JSON, in which Python's reader would silently keep the last of two equal keys."""
+    keys = [key for key, _ in pairs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ValueError(f"key {twice!r} stands there twice")
+    return dict(pairs)
 
 
 def is_utf8(text: str) -> bool:

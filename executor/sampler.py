@@ -9,7 +9,6 @@ any batch position, and beside any neighbours.
 Shapes: B sequences, V columns of the logits, K tokens under consideration in one row.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +23,11 @@ _ABSENT = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0, "repetit
 
 # key -> (type, condition, the condition in words)
 _RULES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
-    "temperature": (float, lambda x: 0 <= x < math.inf, "a number >= 0, where 0 means greedy"),
+    "temperature": (float, lambda x: x == 0 or 1e-4 <= x <= 1e4, "0, which means greedy, or a number in [1e-4, 1e4]"),
     "top_k": (int, lambda x: x >= 0, "an integer >= 0, where 0 means off"),
     "top_p": (float, lambda x: 0 < x <= 1, "a number in (0, 1], where 1 means off"),
     "min_p": (float, lambda x: 0 <= x <= 1, "a number in [0, 1], where 0 means off"),
-    "repetition_penalty": (float, lambda x: 0 < x < math.inf, "a number > 0, where 1 means off"),
+    "repetition_penalty": (float, lambda x: 1e-3 <= x <= 1e3, "a number in [1e-3, 1e3], where 1 means off"),
     "seed": (int, lambda x: 0 <= x < 2**63, "an integer in [0, 2**63)"),
     "do_sample": (bool, lambda x: True, "true or false"),
 }

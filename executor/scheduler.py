@@ -116,6 +116,10 @@ class Scheduler:
                 f"{self.max_seq_len}; shorten it, set data_config.input_truncated_len, or raise "
                 "scheduler_config.max_seq_len"
             )
+        if request.max_new_tokens < 1:
+            raise UserError(
+                f"prompt {number + 1} asks for max_new_tokens={request.max_new_tokens}; it must be at least 1"
+            )
         new_tokens = min(request.max_new_tokens, self.max_seq_len - length)
         blocks = -(-(length + new_tokens) // self.block_size)
         if blocks > self.pool.capacity:

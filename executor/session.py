@@ -51,14 +51,18 @@ class Session:
             return cls(plan, kind, shapes, SamplingParams.resolve({}, wanted))
         folder = run.model.config_dir
         generation = folder / "generation_config.json"
-        recommended = read_config_json(generation) if generation.exists() else {}
+        # a link whose target is gone is not an absent file: what it recommended would be lost in silence
+        present = generation.exists() or generation.is_symlink()
+        recommended = read_config_json(generation) if present else {}
         codec = TextCodec.load(folder, list(plan.config.eos_token_ids) or None, recommended)
         return cls(plan, kind, codec, SamplingParams.resolve(recommended, wanted))
 
     def advice(self) -> list[str]:
         """Warnings that should be read but stop nothing."""
-        if isinstance(self.codec, IdCodec):
-            return ["random weights and random prompts: the figures mean something, the answers do not"]
+        if not self.plan.run.model.with_ckpt:
+            return ["random weights (model_config.with_ckpt=false): the figures mean something, the answers do not"]
+        if self.plan.run.model.force_eplb:
+            return ["experts in turn (model_config.force_eplb=true): the figures mean something, the answers do not"]
         greedy = warn_if_greedy_thinking(self.sampling, self.plan.run.model.enable_thinking)
         no_end = (
             None if self.codec.eos_ids else "no end-of-sequence id in config.json, generation_config.json or tokenizer"
@@ -136,7 +140,11 @@ def output_path(run: RunConfig, name: str) -> Path:
     """``<output_config.dir>/<model_name>/<name>``. Raises UserError if it could not be written, so that a run does
     not end in that surprise; nothing is created yet."""
     path = run.output.path / run.model.model_name / name
-    nearest = next(parent for parent in path.parents if parent.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK) or path.is_dir():
+    try:
+        nearest = next(parent for parent in path.parents if parent.exists())
+        writable = nearest.is_dir() and os.access(nearest, os.W_OK) and not path.is_dir()
+    except OSError:  # a name that is too long, a parent that may not be looked into
+        writable = False
+    if not writable:
         raise UserError(f"output_config.dir={run.output.dir}: {path} cannot be written; name a writable directory")
     return path

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from executor.errors import UserError
 from executor.prompts import is_utf8
 
@@ -79,9 +77,12 @@ class TextCodec:
                 add_generation_prompt=True,
                 enable_thinking=enable_thinking,
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is a program of the checkpoint: it may fail in any way
             reason = " ".join(str(error).split())
-            raise UserError(f"the chat template refuses the messages ({reason}); correct them") from error
+            raise UserError(
+                f"the chat template refuses the messages ({type(error).__name__}: {reason}); correct them, or set "
+                "data_config.chat_template=false"
+            ) from error
         return self._encode(text, add_special_tokens=False)  # the template has written them
 
     def encode_raw(self, text: str) -> list[int]:
@@ -97,7 +98,7 @@ class TextCodec:
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if not is_utf8(text):
             raise UserError("the prompt holds a lone surrogate (half a character): give valid UTF-8 text")
-        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

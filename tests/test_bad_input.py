@@ -236,7 +236,7 @@ MODEL_FILES = {
     ),
     "temperature": (
         lambda f: (f / "generation_config.json").write_text('{"temperature": -1}'),
-        ("generation_config.json: temperature=-1", "must be a number >= 0"),
+        ("generation_config.json: temperature=-1", "must be 0, which means greedy"),
     ),
     "vocabulary too small": (
         change_config(vocab_size=10),
@@ -306,7 +306,7 @@ def test_prompt_files(line, content, words):
 @pytest.mark.parametrize("name", ["absent.txt", "."])
 def test_prompt_file_missing(line, name):
     line.checkpoint()
-    line.refuse("--file", str(line.folder / name), words=(str(line.folder), "must name a readable file"))
+    line.refuse("--file", str(line.folder / name), words=(str(line.folder), "name a readable file of prompts"))
 
 
 @pytest.mark.parametrize("prompt", ["", " \n"])

@@ -6,6 +6,7 @@ import math
 import torch
 from torch import nn
 
+from executor.errors import UserError
 from executor.model_config import RopeConfig
 
 
@@ -23,10 +24,19 @@ def inverse_frequencies(
         length = rope.original_max_position_embeddings
         return head_dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
 
-    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    try:
+        low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    except (ArithmeticError, ValueError):  # a logarithm of nothing, or out of range
+        low, high = 0.0, -1.0
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
+    if low > high:
+        raise UserError(
+            f"yarn settings leave no range of frequencies to stretch: beta_fast={rope.beta_fast} must exceed "
+            f"beta_slow={rope.beta_slow}, and original_max_position_embeddings={rope.original_max_position_embeddings} "
+            f"and rope_theta={rope.rope_theta} must be those of the training"
+        )
     ramp = (torch.arange(head_dim // 2, dtype=dtype) - low) / max(high - low, 0.001)
     # fast dimensions keep their frequency, slow ones are stretched by the factor, a ramp lies between
     keep = 1 - ramp.clamp(0, 1)
@@ -54,6 +64,12 @@ class RotaryEmbedding(nn.Module):
         self, rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
+        if device.type == "meta":  # planning allocates nothing
+            for name in ("cos", "sin"):
+                empty = torch.empty(max_positions, 1, head_dim, dtype=dtype, device=device)
+                self.register_buffer(name, empty, persistent=False)
+            inverse_frequencies(rope, head_dim)  # but refuses what cannot work
+            return
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies, scale = inverse_frequencies(rope, head_dim, exact)
         angles = torch.outer(torch.arange(max_positions, dtype=exact), frequencies)

@@ -16,6 +16,10 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
     from transformers import Qwen3MoeConfig
 
     hf, shared = parse_shared_fields(raw, Qwen3MoeConfig)
+    for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+        value = getattr(hf, key)
+        if type(value) is not int or not 0 <= value < 2**31:  # transformers does not check num_local_experts
+            raise UserError(f"config.json: {key}={value!r} must be an integer >= 0")
     moe = MoeConfig(
         num_experts=hf.num_experts,
         num_experts_per_tok=hf.num_experts_per_tok,

@@ -168,6 +168,13 @@ def test_random_weights_need_neither_checkpoint_nor_tokenizer(command, folder, m
     assert f"> (random ids)\n{' '.join(map(str, answers[0]['ids']))}" in out
 
 
+@pytest.mark.parametrize("switch", ["force_eplb", "with_ckpt"])
+def test_answers_that_mean_nothing_say_so(command, switch):
+    _, _, err, _ = command("infer", "--prompt", "1", model={switch: switch == "force_eplb"})
+    assert f"model_config.{switch}=" in err
+    assert "the answers do not" in err
+
+
 def test_profile_is_written_beside_the_report(command):
     code, _, _, reports = command("infer", "--prompt", "1", model={"enable_profiler": True})
     assert code == 0

@@ -228,21 +228,18 @@ def test_a_rule_between_keys_names_both(sections, text):
 @given(
     world=st.integers(1, 12),
     sizes=st.lists(st.sampled_from([1, 1, 2, 3, 4, 5]), min_size=6, max_size=6),
-    dealt=st.booleans(),
     batch=st.integers(1, 12),
 )
-def test_a_layout_is_accepted_exactly_when_the_rules_hold(world, sizes, dealt, batch):
+def test_a_layout_is_accepted_exactly_when_the_rules_hold(world, sizes, batch):
     names = KEYS["parallel_config"].split()[1:7]
     split = {"world_size": world, **dict(zip(names, sizes))}
-    if dealt:  # most random pairs break the product rule; half of the cases should get past it
-        split["moe_tp_size"] = max(1, world // split["moe_ep_size"])
     # brute force: the ranks fall into whole groups, and every attention replica gets equally many sequences
     whole = [any(split[name] * groups == world for groups in range(1, 13)) for name in names]
     replicas = world // split["attn_tp_size"]
     even = any(replicas * each == batch for each in range(1, 13))
     mapping = {**MINIMAL, "parallel_config": split, "scheduler_config": {"batch_size": batch}}
-    if all(whole) and split["moe_tp_size"] * split["moe_ep_size"] == world and even:
+    if all(whole) and even:
         assert RunConfig.from_mapping(mapping).parallel.attn_dp_size == replicas
     else:
-        with pytest.raises(UserError, match=r"does not divide|must equal|must be a multiple"):
+        with pytest.raises(UserError, match=r"does not divide|must be a multiple"):
             RunConfig.from_mapping(mapping)

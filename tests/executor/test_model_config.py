@@ -236,7 +236,7 @@ def test_refused(base, name):
     [
         ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 must be between 1 and num_experts=6"),
         ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be between 1 and num_experts=6"),
-        ({"num_experts": -1}, "num_experts=-1 must be at least 0"),
+        ({"num_experts": -1}, "num_experts=-1 must be an integer >= 0"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size=0 must be at least 1"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step=0 must be at least 1"),
     ],

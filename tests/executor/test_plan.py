@@ -2,6 +2,7 @@
 """What the plan refuses, and how it counts memory."""
 
 import dataclasses
+import resource
 
 import pytest
 
@@ -90,6 +91,28 @@ def test_moe_strategy_of_a_phase(phase, ep, dp, top_k, mc2, expected):
     choice = choose(phase, moe_ep=ep, attn_dp=dp, top_k=top_k, has_mc2=mc2)
     assert choice.strategy == expected
     assert choice.reason
+
+
+def test_a_plan_of_a_huge_context_allocates_nothing():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match="out of memory, predicted"):
+        plan("model_config.max_position_embeddings=2000000000", "scheduler_config.max_seq_len=null")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # KiB
+
+
+@pytest.mark.parametrize(
+    "setting", ["beta_fast=0.5", "original_max_position_embeddings=1", "beta_slow=1.0e+300", "beta_fast=1.0e+308"]
+)
+def test_yarn_without_a_range_to_stretch_is_refused(setting):
+    """transformers computes something all the same; here a wrong table is an error, not other tokens."""
+    yarn = [f"model_config.rope_scaling.{s}" for s in ("factor=4.0", "original_max_position_embeddings=32768", setting)]
+    with pytest.raises(UserError, match="yarn settings leave no range"):
+        plan(*yarn)
+
+
+def test_a_pool_of_scratch_blocks_alone_is_refused():
+    with pytest.raises(UserError, match=r"num_blocks=1 leaves no block for a sequence: .* set at least 2"):
+        plan("scheduler_config.num_blocks=1")
 
 
 def test_not_everything_that_is_planned_can_run():

@@ -235,8 +235,14 @@ def test_repetition_penalty_alone_equals_transformers_and_leaves_the_row_alone()
 def test_a_vanishing_temperature_is_greedy_and_does_not_overflow():
     logits = random_logits(2, 50, 3.0)
     logits[17] = 40.0
-    params = SamplingParams(temperature=1e-30, seed=0)
+    params = SamplingParams(temperature=1e-4, seed=0)
     assert Sampler(50).sample(logits[None], [params], [[]], [params.generator()]) == [17]
+
+
+@pytest.mark.parametrize("value", [1e-46, 9e-5, 1e5])
+def test_temperatures_that_float32_cannot_divide_by_are_refused(value):
+    with pytest.raises(UserError, match=r"temperature=.* must be 0, which means greedy, or a number in \[1e-4, 1e4\]"):
+        SamplingParams(temperature=value)
 
 
 @pytest.mark.parametrize("fault", [math.nan, math.inf])

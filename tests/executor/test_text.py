@@ -127,7 +127,16 @@ def test_a_template_that_refuses_is_one_line(tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('roles must\\nalternate') }}")
     codec = TextCodec.load(tmp_path, None, {})
-    with pytest.raises(UserError, match=r"refuses the messages \(roles must alternate\)"):
+    with pytest.raises(UserError, match=r"refuses the messages \(TemplateError: roles must alternate\)"):
+        codec.encode_chat([USER], enable_thinking=False)
+
+
+@pytest.mark.parametrize("template", ["{{ 1/0 }}", "{{ 1 + messages }}", "{{ range(10**9) }}"])
+def test_a_template_that_breaks_is_one_line(template, tmp_path):
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    codec = TextCodec.load(tmp_path, None, {})
+    with pytest.raises(UserError, match=r"^the chat template refuses the messages .* data_config.chat_template=false$"):
         codec.encode_chat([USER], enable_thinking=False)
 
 
@@ -364,7 +373,8 @@ def test_read_jsonl(tmp_path):
         ('{"messages": [{"role": "user", "content": ""}]}', "last message is empty"),
         ('{"prompt": "\\ud800"}', "lone surrogate"),
         ("[" * 100_000, "JSON"),
-        ('{"prompt": "a", "max_new_tokens": ' + "9" * 5000 + "}", "JSON out of bounds"),
+        ('{"prompt": "a", "max_new_tokens": ' + "9" * 5000 + "}", "not a usable JSON object"),
+        ('{"prompt": "a", "prompt": "b"}', "key 'prompt' stands there twice"),
     ],
 )
 def test_a_bad_row_names_file_line_and_fault(tmp_path, row, match):
