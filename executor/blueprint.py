@@ -16,6 +16,7 @@ from executor.layers.norm import RMSNorm
 from executor.layers.rope import RotaryEmbedding
 from executor.model_config import ModelConfig, MoeConfig
 from executor.moe.block import MoeBlock
+from executor.moe.ep_local import LocalExperts
 from executor.moe.experts import Experts
 from executor.moe.gate import BalancedGate, Gate
 from executor.moe.strategy import Dispatched, Strategy, StrategyName
@@ -69,11 +70,15 @@ class Blueprint:
             raise ValueError("this model has no experts")
         gate = (BalancedGate if self.balanced_gate else Gate)(moe, hidden, self.storage)
         experts = Experts(moe, hidden, self.groups.moe_tp, self.groups.moe_ep, self.storage)
-        strategies = {phase: self._strategy(name, moe) for phase, name in self.moe_strategies.items()}
+        strategies = {phase: self._strategy(name, moe, experts) for phase, name in self.moe_strategies.items()}
         return MoeBlock(gate, experts, strategies)
 
-    def _strategy(self, name: StrategyName, moe: MoeConfig) -> Strategy:
-        return TensorParallel(moe.num_experts, self.groups.moe_tp) if name == "tp" else PlannedStrategy(name)
+    def _strategy(self, name: StrategyName, moe: MoeConfig, experts: Experts) -> Strategy:
+        if name == "tp":
+            return TensorParallel(moe.num_experts, self.groups.moe_tp)
+        if name == "ep_local":
+            return LocalExperts(moe.num_experts, experts.mine, self.groups.moe_tp, self.groups.moe_ep)
+        return PlannedStrategy(name)
 
     def causal_lm(self, mlp: Callable[[int], FeedForward]) -> CausalLM:
         """The whole model; ``mlp(i)`` makes the feed-forward part of layer ``i``."""

@@ -16,7 +16,9 @@ from executor.config import REPOSITORY_ROOT, RunConfig
 from executor.errors import UserError
 from executor.evaluation import final_answer, score
 from executor.generation import Answer
+from executor.launch import run_ranks
 from executor.model_runner import plan_run
+from executor.parallel import world
 from executor.profiling import profiled
 from executor.prompts import Prompt, read_prompts
 from executor.report import print_plan, print_summary, summarize, write_json
@@ -95,6 +97,14 @@ def _answer(session: Session, prompts: list[Prompt], stream: bool) -> tuple[list
     return answers, summarize(session.plan, runner.device, load, answers, tally)
 
 
+def _started_ranks(run: RunConfig, report: Path) -> bool:
+    """Run this command as the recipe's ranks, if it has several and this process is not one of them yet."""
+    if run.parallel.world_size == 1 or world.launched():
+        return False
+    run_ranks(run.parallel.world_size, [sys.executable, "-m", "executor", *sys.argv[1:]], report.parent / "logs")
+    return True
+
+
 def _records(prompts: list[Prompt], answers: list[Answer]) -> list[dict]:
     """Per answer: what was asked and said, and when (seconds since generation started)."""
     return [
@@ -128,11 +138,17 @@ def infer(
     if chat:
         if prompt or file:
             raise UserError("--chat reads its prompts from the terminal; leave --prompt and --file out")
+        if run.parallel.world_size > 1:
+            raise UserError("--chat on several ranks is not built yet; set parallel_config.world_size=1")
         with profiled(run):
             converse(session, err)
         return
     prompts, path = _prompts(session, prompt, file), output_path(run, "report.json")
+    if _started_ranks(run, path):
+        return
     answers, figures = _answer(session, prompts, stream=True)
+    if world.rank() > 0:
+        return
     print_summary(out, figures)
     write_json(path, {"figures": figures, "config": run.to_mapping(), "answers": _records(prompts, answers)})
     out.print(f"report: {path}", soft_wrap=True)
@@ -152,7 +168,11 @@ def evaluate(
     prompts, path = read_prompts(file)[:limit], output_path(run, "eval.json")
     if any(p.answer is None for p in prompts):
         raise UserError(f"{file}: eval needs an `answer` in every line")
+    if _started_ranks(run, path):
+        return
     answers, figures = _answer(session, prompts, stream=False)
+    if world.rank() > 0:
+        return
     result = score([p.answer or "" for p in prompts], [final_answer(a.text) for a in answers])
     for index in result.wrong[:10]:
         said = prompts[index].text
@@ -180,6 +200,7 @@ def main() -> int:
             message = str(error.format_message() if hasattr(error, "format_message") else error)
             return _complain(message) if message else 2  # no arguments at all: the help has been shown
         raise
+    world.leave()
     if code == INTERRUPTED:
         print("interrupted", file=sys.stderr)
     return code

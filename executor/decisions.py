@@ -24,7 +24,8 @@ def not_built(run: RunConfig, features: Features) -> list[str]:
     """What the recipe asks for that this version can plan but not run."""
     model, parallel, on_npu = run.model, run.parallel, features.device_type == "npu"
     wishes = {
-        f"parallel_config.world_size={parallel.world_size}": parallel.world_size > 1,
+        f"attention data parallelism, parallel_config.attn_tp_size={parallel.attn_tp_size} of {parallel.world_size} "
+        "ranks,": parallel.attn_dp_size > 1,
         f"parallel_config.hosts={', '.join(parallel.hosts)}": bool(parallel.hosts),
         f"model_config.exe_mode={model.exe_mode}": model.exe_mode != "eager",
         "model_config.enable_weight_nz=true": model.enable_weight_nz and on_npu,

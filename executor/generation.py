@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from executor.model_runner import ModelRunner
+from executor.parallel.world import agree
 from executor.plan import Plan
 from executor.sampler import Sampler
 from executor.scheduler import Request, Scheduler, Sequence, Step
@@ -142,12 +143,13 @@ def _next_tokens(runner: ModelRunner, sampler: Sampler, step: Step) -> list[int]
     if not bool(live.isfinite().all()):
         rows = step.live if step.batch.phase == "decode" else torch.arange(step.batch.num_tokens)
         raise runner.explain_non_finite(step.batch, rows.to(logits.device))
-    return sampler.sample(
+    tokens = sampler.sample(
         logits[step.rows.to(logits.device)].cpu(),
         [sequence.request.sampling for sequence in step.sequences],
         [sequence.penalized_history for sequence in step.sequences],
         [sequence.generator for sequence in step.sequences],
     )
+    return agree(tokens, runner.device)
 
 
 def _listen(sequence: Sequence, token: int, ear: _Ear, answer: Answer, on_text: OnText) -> str:

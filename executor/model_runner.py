@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from executor.batch import Batch, Phase, Span, build_batch, dead_span
@@ -21,6 +22,8 @@ from executor.layers.decoder import CausalLM
 from executor.model_config import ModelConfig, read_config_json, with_overrides
 from executor.ops.attention import causal_mask
 from executor.ops.reference.product import set_product
+from executor.parallel import world
+from executor.parallel.groups import Groups, connected_groups
 from executor.plan import Plan, make_plan
 from executor.platform.select import device, planned_features
 from executor.weights import LoadReport, check_coverage, load_weights, randomize
@@ -61,7 +64,7 @@ def _refuse_what_is_not_built(plan: Plan) -> None:
     wishes = not_built(plan.run, plan.features)
     if wishes:
         raise UserError(
-            f"{wishes[0]} is not built yet; run with world_size 1, exe_mode eager and neither hosts, "
+            f"{wishes[0]} is not built yet; run with attn_tp_size = world_size, exe_mode eager and neither hosts, "
             "enable_weight_nz nor (on an NPU) enable_profiler, or add --explain to only check the recipe"
         )
 
@@ -80,7 +83,8 @@ class ModelRunner(ABC):
         _refuse_what_is_not_built(plan)
         set_product(plan.features.product)
         storage = dataclasses.replace(plan.blueprint.storage, device=self.device)
-        self.model = self.build_model(dataclasses.replace(plan.blueprint, storage=storage)).eval()
+        groups = self._connect()
+        self.model = self.build_model(dataclasses.replace(plan.blueprint, storage=storage, groups=groups)).eval()
         check_coverage(self.model.slots(), self.model.parameters())
         attention = self.model.layers[0].self_attn
         self.caches = allocate(
@@ -103,6 +107,19 @@ class ModelRunner(ABC):
     @abstractmethod
     def build_model(blueprint: Blueprint) -> CausalLM:
         """The model, with uninitialised weights."""
+
+    def _connect(self) -> Groups:
+        """The plan's groups, with processes behind them if it has more than one rank."""
+        parallel = self.plan.run.parallel
+        if parallel.world_size == 1:
+            return self.plan.blueprint.groups
+        world.join(self.plan.features.device_type)
+        if dist.get_world_size() != parallel.world_size:
+            raise UserError(
+                f"parallel_config.world_size={parallel.world_size}, but {dist.get_world_size()} ranks were started; "
+                "scripts/infer.sh starts as many as the recipe says"
+            )
+        return connected_groups(**self.plan.blueprint.groups.sizes())
 
     def load_weights(self, on_bytes: Callable[[int, int], None] = lambda done, total: None) -> LoadReport:
         """Fill the model from ``model_path``, or with random weights if ``with_ckpt`` is false. Once per runner."""

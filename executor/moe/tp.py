@@ -12,7 +12,7 @@ from executor.parallel.groups import Group
 
 
 @dataclass(frozen=True)
-class _State:
+class RoutedLocally:
     weights_TK: torch.Tensor
     row_idx: torch.Tensor  # [T * K], where each (token, choice) went
 
@@ -26,9 +26,9 @@ class TensorParallel:
 
     def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, batch: Batch) -> Dispatched:
         rows_RH, row_idx, counts_E = init_routing(x_TH, ids_TK, self.num_experts, (0, self.num_experts))
-        return Dispatched(rows_RH, counts_E, _State(weights_TK, row_idx))
+        return Dispatched(rows_RH, counts_E, RoutedLocally(weights_TK, row_idx))
 
-    def combine(self, y_RH: torch.Tensor, state: _State) -> torch.Tensor:
+    def combine(self, y_RH: torch.Tensor, state: RoutedLocally) -> torch.Tensor:
         return finalize_routing(y_RH, state.weights_TK, state.row_idx)
 
     def reduce(self, y_TH: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ A layer takes a Group and never asks for "the tensor-parallel size": its shard, 
 collective all come from the Group it was given. A Group of size 1 is the identity.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ class Group:
         if self.size == 1:
             return x
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x.contiguous(), group=self._connected())
+        dist.all_gather_single(out, x.contiguous(), group=self._connected())
         return out
 
 
@@ -59,24 +60,39 @@ class Groups:
         return {f.name: getattr(self, f.name).size for f in fields(self)}
 
 
-def planned_groups(
-    rank: int = 0,
-    *,
-    attn_tp: int = 1,
-    attn_dp: int = 1,
-    dense_tp: int = 1,
-    moe_tp: int = 1,
-    moe_ep: int = 1,
-    embed_tp: int = 1,
-    lmhead_tp: int = 1,
-) -> Groups:
-    """The groups of ``rank`` without processes. Tensor-parallel ranks are neighbours; DP and EP stride over them."""
-    return Groups(
-        attn_tp=Group("attn_tp", rank % attn_tp, attn_tp),
-        attn_dp=Group("attn_dp", rank // attn_tp % attn_dp, attn_dp),
-        dense_tp=Group("dense_tp", rank % dense_tp, dense_tp),
-        moe_tp=Group("moe_tp", rank % moe_tp, moe_tp),
-        moe_ep=Group("moe_ep", rank // moe_tp % moe_ep, moe_ep),
-        embed_tp=Group("embed_tp", rank % embed_tp, embed_tp),
-        lmhead_tp=Group("lmhead_tp", rank % lmhead_tp, lmhead_tp),
-    )
+NAMES = tuple(f.name for f in fields(Groups))
+
+
+def _members(sizes: Mapping[str, int], name: str, rank: int) -> tuple[int, int]:
+    """(rank in the group, distance between neighbours): tensor-parallel ranks are neighbours; DP and EP stride over
+    the tensor-parallel group inside them."""
+    stride = {"attn_dp": sizes["attn_tp"], "moe_ep": sizes["moe_tp"]}.get(name, 1)
+    return rank // stride % sizes[name], stride
+
+
+def planned_groups(rank: int = 0, **sizes: int) -> Groups:
+    """The groups of ``rank`` without processes; a size that is not given is 1."""
+    table = {name: sizes.get(name, 1) for name in NAMES}
+    return Groups(**{name: Group(name, _members(table, name, rank)[0], table[name]) for name in NAMES})
+
+
+def connected_groups(**sizes: int) -> Groups:
+    """The groups of this process, with processes behind them. ``torch.distributed`` is initialised; every rank calls
+    this with the same sizes, and all ranks create all groups in the same order, as the library demands. Two groups of
+    the same ranks share one communicator."""
+    me, world = dist.get_rank(), dist.get_world_size()
+    planned, handles = planned_groups(me, **sizes), {}
+    for name in NAMES:
+        size = getattr(planned, name).size
+        for rank in range(world):
+            position, stride = _members({n: getattr(planned, n).size for n in NAMES}, name, rank)
+            ranks = tuple(rank + (n - position) * stride for n in range(size))
+            if size > 1 and ranks not in handles:
+                handles[ranks] = dist.new_group(ranks)
+    connected = {}
+    for name in NAMES:
+        group = getattr(planned, name)
+        stride = _members({n: getattr(planned, n).size for n in NAMES}, name, me)[1]
+        ranks = tuple(me + (n - group.rank) * stride for n in range(group.size))
+        connected[name] = replace(group, handle=handles.get(ranks))
+    return Groups(**connected)
