@@ -116,9 +116,10 @@ def test_a_pool_of_scratch_blocks_alone_is_refused():
 
 
 def test_not_everything_that_is_planned_can_run():
-    values = {(d.what, d.value) for d in plan().decisions}
-    assert ("not built yet", "parallel_config.world_size=8") in values
-    assert ("not built yet", "model_config.exe_mode=ge_graph") in values
+    plans = (plan(), plan(recipe="qwen3_moe_a3_ep16"))
+    tp8, ep16 = ([d.value for d in p.decisions if d.what == "not built yet"] for p in plans)
+    assert tp8 == ["model_config.exe_mode=ge_graph"]
+    assert ep16[0].startswith("attention data parallelism, parallel_config.attn_tp_size=1 of 16 ranks")
 
 
 def test_shapes_are_read_from_the_shipped_config():
