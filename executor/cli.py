@@ -28,6 +28,7 @@ from executor.text import IdCodec
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 out = Console(highlight=False, markup=False)
 err = Console(stderr=True, highlight=False, markup=False)
+USAGE = "infer|eval RECIPE [--prompt TEXT] [--file FILE] [--set section.key=value] ..., see --help"
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 ConfigArgument = Annotated[Path, typer.Argument(help="recipe, one of configs/*.yaml")]
@@ -73,7 +74,12 @@ def _prompts(session: Session, prompt: list[str] | None, file: Path | None) -> l
     found = [Prompt(text=text) for text in prompt or ()]
     if file is not None:
         found += read_prompts(file)
-    if not found and isinstance(session.codec, IdCodec):
+    if isinstance(session.codec, IdCodec):
+        if found:
+            raise UserError(
+                "without model_config.model_path there is no tokenizer, so prompts are random ids; leave --prompt and "
+                "--file out, or name a checkpoint"
+            )
         found = [Prompt(text="(random ids)")] * session.plan.run.scheduler.batch_size
     if not found and session.plan.run.data.dataset_path is not None:
         found = read_prompts(session.plan.run.data.dataset_path)
@@ -101,7 +107,10 @@ def _started_ranks(run: RunConfig, report: Path) -> bool:
     """Run this command as the recipe's ranks, if it has several and this process is not one of them yet."""
     if run.parallel.world_size == 1 or world.launched():
         return False
-    run_ranks(run.parallel.world_size, [sys.executable, "-m", "executor", *sys.argv[1:]], report.parent / "logs")
+    command = [sys.executable, "-m", "executor", *sys.argv[1:]]
+    code = run_ranks(run.parallel.world_size, command, report.parent / "logs")
+    if code:
+        raise typer.Exit(code)
     return True
 
 
@@ -198,7 +207,8 @@ def main() -> int:
     except Exception as error:
         if type(error).__module__.startswith(("click", "typer")):
             message = str(error.format_message() if hasattr(error, "format_message") else error)
-            return _complain(message) if message else 2  # no arguments at all: the help has been shown
+            # no message: no arguments at all, and the help has been shown
+            return _complain(f"{message.rstrip('.')}; usage: {USAGE}") if message else 2
         raise
     world.leave()
     if code == INTERRUPTED:

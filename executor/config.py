@@ -202,7 +202,9 @@ class SamplingSection(Section):
     """How the next token is chosen. null: what the checkpoint's generation_config.json says."""
 
     do_sample: bool | None = _key(None, "false: greedy, the most likely token.")
-    temperature: float | None = _key(None, "Divides the logits, at least 1e-4; 0: greedy.", ge=0)
+    temperature: float | None = _key(
+        None, "Divides the logits, at least 1e-4; set > 0, it turns sampling on; 0: greedy.", ge=0
+    )
     top_k: int | None = _key(None, "Keep the k most likely tokens; 0: all.", ge=0)
     top_p: float | None = _key(None, "Keep the most likely tokens up to this total probability.", gt=0, le=1)
     min_p: float | None = _key(None, "Keep tokens at least this likely relative to the best one.", ge=0, le=1)

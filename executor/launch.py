@@ -19,14 +19,16 @@ GRACE_SECONDS = 5.0  # between asking the ranks to end and ending them
 POLL_SECONDS = 0.05
 
 
-def run_ranks(size: int, command: list[str], log_folder: Path) -> None:
+def run_ranks(size: int, command: list[str], log_folder: Path) -> int:
     """Run ``command`` as ``size`` ranks on this machine and wait for them.
 
     Rank 0 keeps this terminal; rank N writes to ``log_folder/rank<N>.log``.
 
+    Returns:
+        0, or the exit code of rank 0 if it was the first to fail, since it has said why.
     Raises:
-        UserError: a rank failed; the message names the first one and says why. KeyboardInterrupt: Ctrl-C.
-        Either way no rank is left.
+        UserError: another rank failed, or rank 0 was killed; the message names it and says why. KeyboardInterrupt:
+        Ctrl-C. In any case no rank is left.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
     logs = {rank: log_folder / f"rank{rank}.log" for rank in range(1, size)}
@@ -49,8 +51,11 @@ def run_ranks(size: int, command: list[str], log_folder: Path) -> None:
         failed = _wait(ranks)
     finally:
         _end(ranks)
+    if failed == 0 and ranks[0].returncode > 0:
+        return ranks[0].returncode
     if failed is not None:
         raise UserError(_reason(failed, ranks[failed].returncode, logs.get(failed)))
+    return 0
 
 
 def _free_port() -> int:

@@ -51,7 +51,7 @@ def plan_run(run: RunConfig) -> "tuple[type[ModelRunner], Plan]":
     """Read the model's config and plan the run; nothing is allocated. Raises UserError for all that cannot work."""
     folder = run.model.config_dir
     if run.model.model_path is not None and not folder.is_dir():
-        raise UserError(f"model_config.model_path={run.model.model_path}: no such directory")
+        raise UserError(f"model_config.model_path={run.model.model_path}: no such directory, looked for {folder}")
     raw = read_config_json(folder / "config.json")
     scaling = run.model.rope_scaling.as_dict() if run.model.rope_scaling else None
     kind = runner_class(raw.get("model_type"))
@@ -59,14 +59,16 @@ def plan_run(run: RunConfig) -> "tuple[type[ModelRunner], Plan]":
     return kind, make_plan(run, config, planned_features(run.model.platform_version), kind.build_model)
 
 
-def _refuse_what_is_not_built(plan: Plan) -> None:
-    """A recipe may ask for more than this version does: say so before anything is allocated."""
+def require_runnable(plan: Plan) -> torch.device:
+    """The device to run on. Raises UserError if the plan is for another machine, or asks for what is not built yet."""
+    found = device(plan.features)
     wishes = not_built(plan.run, plan.features)
     if wishes:
         raise UserError(
             f"{wishes[0]} is not built yet; run with attn_tp_size = world_size, exe_mode eager and neither hosts, "
             "enable_weight_nz nor (on an NPU) enable_profiler, or add --explain to only check the recipe"
         )
+    return found
 
 
 class ModelRunner(ABC):
@@ -79,8 +81,7 @@ class ModelRunner(ABC):
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.device = device(plan.features)
-        _refuse_what_is_not_built(plan)
+        self.device = require_runnable(plan)
         set_product(plan.features.product)
         storage = dataclasses.replace(plan.blueprint.storage, device=self.device)
         groups = self._connect()

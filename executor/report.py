@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from executor.decisions import shape
 from executor.generation import Answer, Tally
 from executor.plan import Plan
 from executor.platform.features import GIB
@@ -56,6 +57,8 @@ def summarize(
     output_tokens = sum(len(answer.output) for answer in answers)
     return {
         "model": plan.run.model.model_name,
+        "model_path": str(plan.run.model.config_dir),
+        "shape": shape(plan.config),
         "device": plan.features.name,
         "torch": torch.__version__,
         "host": platform.machine(),
@@ -90,6 +93,7 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
 
     table = Table("figure", "value", title=f"{figures['model']} on {figures['device']}")
     rows = {
+        "model": f"{figures['shape']} ({figures['model_path']})",
         "mode, dtype": f"{figures['mode']}, {figures['dtype']}, {figures['threads']} threads",
         "requests": f"{figures['requests']}",
         "tokens": f"{figures['prompt_tokens']} prompt, {figures['output_tokens']} output",
@@ -102,7 +106,7 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
         f"{figures['decode_steps']} decode ({figures['decode_seconds']:.2f} s)",
         "load": f"{figures['load_bytes'] / GIB:.3f} GiB in {figures['load_seconds']:.2f} s, "
         f"warm-up {figures['warm_up_seconds']:.2f} s",
-        "memory": f"peak {figures['peak_memory_bytes'] / GIB:.2f} GiB, "
+        "memory": f"process peak {figures['peak_memory_bytes'] / GIB:.2f} GiB with Python and torch, "
         f"planned {figures['planned_memory_bytes'] / GIB:.2f} GiB",
     }
     for name, value in rows.items():

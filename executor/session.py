@@ -15,7 +15,7 @@ from executor.config import RunConfig
 from executor.errors import UserError
 from executor.generation import Answer, OnText, Tally, generate, new_scheduler
 from executor.model_config import read_config_json
-from executor.model_runner import ModelRunner, plan_run
+from executor.model_runner import ModelRunner, plan_run, require_runnable
 from executor.plan import Plan
 from executor.prompts import Prompt
 from executor.sampler import SamplingParams, warn_if_greedy_thinking
@@ -39,6 +39,7 @@ class Session:
     def open(cls, run: RunConfig) -> "Session":
         """Plan, read the tokenizer, resolve sampling. Raises UserError for all that can be known without weights."""
         kind, plan = plan_run(run)
+        require_runnable(plan)
         wanted = run.sampling.model_dump(exclude={"ignore_eos", "stop"})
         if run.model.model_path is None:
             if run.model.with_ckpt:

@@ -398,10 +398,17 @@ def test_recipe_for_a_machine_that_this_is_not(line, platform):
     assert platform in out
 
 
-def test_several_ranks(line):
+def test_attention_data_parallelism(line):
+    """Refused before any rank is started."""
+    line.checkpoint()
+    line.recipe["parallel_config"] = {"world_size": 2, "moe_ep_size": 2}
+    line.refuse(words=("parallel_config.attn_tp_size=1 of 2 ranks", "not built yet", "--explain"))
+
+
+def test_chat_on_several_ranks(line):
     line.checkpoint()
     line.recipe["parallel_config"] = {"world_size": 2, "attn_tp_size": 2, "moe_tp_size": 2}
-    line.refuse(words=("parallel_config.world_size=2", "--explain"))
+    line.refuse("--chat", words=("--chat on several ranks", "parallel_config.world_size=1"))
 
 
 def test_ranks_that_do_not_divide_the_heads(line):

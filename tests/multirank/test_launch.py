@@ -101,3 +101,8 @@ def test_the_reason_of_a_rank_that_gives_up_is_passed_on(tmp_path):
     with pytest.raises(UserError, match=r"^rank 1 failed with exit code 3: no such shard; .*rank1\.log$"):
         run_ranks(3, [sys.executable, "-c", code + "; sys.exit(3)"], tmp_path)
     assert time.monotonic() - started < 20
+
+
+def test_the_code_of_rank_zero_is_passed_on_without_a_second_message(tmp_path):
+    code = "import os, sys, time; r = os.environ['RANK']; time.sleep(60 * int(r)); sys.exit(2)"
+    assert run_ranks(3, [sys.executable, "-c", code], tmp_path) == 2
