@@ -50,13 +50,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, storage)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, storage)
         self.o_proj = RowParallelLinear(
-            "o_proj",
-            config.num_attention_heads * config.head_dim,
+            part("o_proj", config.num_attention_heads, heads),
             config.hidden_size,
             bias=config.attention_bias,
             group=group,
-            what="num_attention_heads",
-            units=config.num_attention_heads,
             storage=storage,
             scheme=scheme,
         )

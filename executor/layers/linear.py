@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from executor.parallel.groups import Group
-from executor.parallel.layout import shard
 from executor.quant.scheme import LinearScheme
 from executor.storage import Storage
 from executor.weights import Slot
@@ -20,10 +19,10 @@ from executor.weights import Slot
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint matrix inside a merged one: its name, its rows on disk, and those that this rank keeps."""
+    """One checkpoint matrix and the axis of it that is split: its length on disk, and what this rank keeps of it."""
 
     name: str
-    rows: int
+    size: int
     keep: range
 
 
@@ -54,10 +53,10 @@ class ColumnParallelLinear(nn.Module):
             rows = slice(start, start + len(part.keep))
             index = slice(part.keep.start, part.keep.stop)
             yield from self.scheme.slots(
-                self, f"{prefix}.{part.name}", rows, (part.rows, self.in_features), (index, slice(None))
+                self, f"{prefix}.{part.name}", rows, (part.size, self.in_features), (index, slice(None))
             )
             if self.bias is not None:
-                yield f"{prefix}.{part.name}.bias", Slot(self.bias, self.bias.data[rows], (part.rows,), (index,))
+                yield f"{prefix}.{part.name}.bias", Slot(self.bias, self.bias.data[rows], (part.size,), (index,))
             start += len(part.keep)
 
 
@@ -65,27 +64,16 @@ class RowParallelLinear(nn.Module):
     """``[T, in / size] -> [T, out]``, summed over ``group``. The bias is held by the first rank only."""
 
     def __init__(
-        self,
-        name: str,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool,
-        group: Group,
-        what: str,
-        units: int,
-        storage: Storage,
-        scheme: LinearScheme,
+        self, part: Part, out_features: int, *, bias: bool, group: Group, storage: Storage, scheme: LinearScheme
     ) -> None:
-        """``in_features`` is split in whole ``units`` (heads, or single columns), called ``what`` in messages."""
+        """``part`` says which inputs, columns on disk, this rank keeps."""
         super().__init__()
-        self.name = name
-        self.shape = (out_features, in_features)
+        self.name = part.name
+        self.shape = (out_features, part.size)
+        self.columns = slice(part.keep.start, part.keep.stop)
         self.group = group
         self.scheme = scheme
-        mine, width = shard(units, group, what), in_features // units
-        self.columns = slice(mine.start * width, mine.stop * width)
-        scheme.declare(self, len(mine) * width, out_features, storage)
+        scheme.declare(self, len(part.keep), out_features, storage)
         self.has_bias = bias
         self.bias = storage.vector(out_features) if bias and group.rank == 0 else None
 

@@ -30,13 +30,10 @@ class MLP(nn.Module):
             scheme=scheme,
         )
         self.down_proj = RowParallelLinear(
-            "down_proj",
-            width,
+            Part("down_proj", width, mine),
             config.hidden_size,
             bias=False,
             group=group,
-            what="intermediate_size",
-            units=width,
             storage=storage,
             scheme=scheme,
         )
