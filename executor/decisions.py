@@ -7,6 +7,7 @@ from executor.config import RunConfig
 from executor.kv_cache import scratch_blocks
 from executor.memory import MemoryPlan
 from executor.model_config import ModelConfig
+from executor.parallel.groups import NAMES
 from executor.platform.features import GIB, Features
 
 
@@ -15,9 +16,6 @@ class Decision:
     what: str
     value: str
     reason: str
-
-
-GROUPS = ("attn_tp", "attn_dp", "dense_tp", "moe_tp", "moe_ep", "embed_tp", "lmhead_tp")
 
 
 def not_built(run: RunConfig, features: Features) -> list[str]:
@@ -46,7 +44,7 @@ def layout_decisions(run: RunConfig, config: ModelConfig) -> list[Decision]:
     parallel = run.parallel
     if parallel.world_size == 1:
         return [Decision("layout", "one device", "parallel_config.world_size=1")]
-    sizes = {name: getattr(parallel, f"{name}_size") for name in GROUPS}
+    sizes = {name: getattr(parallel, f"{name}_size") for name in NAMES}
     layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     decisions = [Decision("layout", layout, f"parallel_config, {parallel.world_size} ranks")]
     if parallel.attn_tp_size > config.num_key_value_heads:

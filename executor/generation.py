@@ -139,12 +139,14 @@ def generate(
 
 def _next_tokens(runner: ModelRunner, sampler: Sampler, step: Step) -> list[int]:
     logits = runner.step(step.batch)
-    live = logits[step.live.to(logits.device)]
-    if not bool(live.isfinite().all()):
-        rows = step.live if step.batch.phase == "decode" else torch.arange(step.batch.num_tokens)
+    wanted = logits[step.rows.to(logits.device)]
+    # in prefill every row belongs to a request, also one that ends a chunk; in decode only the wanted ones do
+    prefill = step.batch.phase == "prefill"
+    if not bool((logits if prefill else wanted).isfinite().all()):
+        rows = torch.arange(step.batch.num_tokens) if prefill else step.rows
         raise runner.explain_non_finite(step.batch, rows.to(logits.device))
     tokens = sampler.sample(
-        logits[step.rows.to(logits.device)].cpu(),
+        wanted.cpu(),
         [sequence.request.sampling for sequence in step.sequences],
         [sequence.penalized_history for sequence in step.sequences],
         [sequence.generator for sequence in step.sequences],

@@ -14,7 +14,6 @@ from executor.batch import Phase
 from executor.blueprint import Blueprint
 from executor.config import RunConfig
 from executor.decisions import (
-    GROUPS,
     Decision,
     layout_decisions,
     memory_decisions,
@@ -37,7 +36,7 @@ from executor.memory import (
 )
 from executor.model_config import ModelConfig
 from executor.moe.strategy import Choice, choose
-from executor.parallel.groups import planned_groups
+from executor.parallel.groups import NAMES, planned_groups
 from executor.platform.features import GIB, Features
 from executor.quant.packed import PackedLinear
 from executor.quant.scheme import LinearScheme
@@ -75,7 +74,7 @@ def make_plan(
     """Raises UserError if the layout is illegal for this model, or the run would not fit in memory."""
     dtype, why_dtype = _dtype(run, config, features)
     max_seq_len, why_length = _max_seq_len(run, config)
-    sizes = {name: getattr(run.parallel, f"{name}_size") for name in GROUPS}
+    sizes = {name: getattr(run.parallel, f"{name}_size") for name in NAMES}
     groups = planned_groups(0, **sizes)
     _check_experts(run, config)
     _check_data_parallel(run, config)

@@ -71,15 +71,12 @@ class Step:
         batch: the tokens.
         sequences: those whose next token this step computes.
         rows: the rows of the logits that are theirs, int64.
-        live: the rows of the logits that belong to a request at all (a chunk of a prompt has one, though no token is
-            chosen from it), int64.
         cached: what the step adds to the cache.
     """
 
     batch: Batch
     sequences: list[Sequence]
     rows: torch.Tensor
-    live: torch.Tensor
     cached: list[tuple[Sequence, int]]
     num_prompt_tokens: int
 
@@ -181,7 +178,6 @@ class Scheduler:
             batch,
             [spans[row][0] for row in wanting],
             torch.tensor(wanting, dtype=torch.int64),
-            torch.arange(len(spans)),
             [(sequence, len(span.ids)) for sequence, span in spans],
             prompt_tokens,
         )
@@ -192,7 +188,7 @@ class Scheduler:
             for row, sequence in enumerate(self.rows)
         ]
         rows = torch.tensor([row for row, sequence in enumerate(self.rows) if sequence is not None])
-        return Step(self._build("decode", spans), self.running, rows, rows, [(s, 1) for s in self.running], 0)
+        return Step(self._build("decode", spans), self.running, rows, [(s, 1) for s in self.running], 0)
 
     def _build(self, phase: Phase, spans: list[Span]) -> Batch:
         return build_batch(

@@ -63,36 +63,32 @@ class Groups:
 NAMES = tuple(f.name for f in fields(Groups))
 
 
-def _members(sizes: Mapping[str, int], name: str, rank: int) -> tuple[int, int]:
-    """(rank in the group, distance between neighbours): tensor-parallel ranks are neighbours; DP and EP stride over
-    the tensor-parallel group inside them."""
+def _ranks(sizes: Mapping[str, int], name: str, rank: int) -> tuple[int, ...]:
+    """The ranks of the group ``name`` that ``rank`` belongs to, in their order in it: tensor-parallel ranks are
+    neighbours; DP and EP stride over the tensor-parallel group inside them."""
     stride = {"attn_dp": sizes["attn_tp"], "moe_ep": sizes["moe_tp"]}.get(name, 1)
-    return rank // stride % sizes[name], stride
+    first = rank - rank // stride % sizes[name] * stride
+    return tuple(range(first, first + sizes[name] * stride, stride))
 
 
 def planned_groups(rank: int = 0, **sizes: int) -> Groups:
     """The groups of ``rank`` without processes; a size that is not given is 1."""
     table = {name: sizes.get(name, 1) for name in NAMES}
-    return Groups(**{name: Group(name, _members(table, name, rank)[0], table[name]) for name in NAMES})
+    return Groups(**{name: Group(name, _ranks(table, name, rank).index(rank), table[name]) for name in NAMES})
 
 
 def connected_groups(**sizes: int) -> Groups:
     """The groups of this process, with processes behind them. ``torch.distributed`` is initialised; every rank calls
     this with the same sizes, and all ranks create all groups in the same order, as the library demands. Two groups of
     the same ranks share one communicator."""
-    me, world = dist.get_rank(), dist.get_world_size()
-    planned, handles = planned_groups(me, **sizes), {}
+    me = dist.get_rank()
+    planned = planned_groups(me, **sizes)
+    table, handles = planned.sizes(), {}
     for name in NAMES:
-        size = getattr(planned, name).size
-        for rank in range(world):
-            position, stride = _members({n: getattr(planned, n).size for n in NAMES}, name, rank)
-            ranks = tuple(rank + (n - position) * stride for n in range(size))
-            if size > 1 and ranks not in handles:
+        for rank in range(dist.get_world_size()):
+            ranks = _ranks(table, name, rank)
+            if len(ranks) > 1 and ranks not in handles:
                 handles[ranks] = dist.new_group(ranks)
-    connected = {}
-    for name in NAMES:
-        group = getattr(planned, name)
-        stride = _members({n: getattr(planned, n).size for n in NAMES}, name, me)[1]
-        ranks = tuple(me + (n - group.rank) * stride for n in range(group.size))
-        connected[name] = replace(group, handle=handles.get(ranks))
-    return Groups(**connected)
+    return Groups(
+        **{name: replace(getattr(planned, name), handle=handles.get(_ranks(table, name, me))) for name in NAMES}
+    )
