@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,29 +21,34 @@ class Batch:
     """T tokens of B sequences.
 
     Attributes:
-        input_ids: ``[T]`` int64.
+        input_ids: ``[T]`` int64; inside the model only those of the rank's own tokens (``parallel.layout``).
+        active: bool beside each input id, false for rows without a request and for padding; the true ones come first.
         positions: ``[T]`` int64, position of each token in its sequence.
         slot_mapping: ``[T]`` int32, where in the cache a token's key and value go (block * block_size + offset).
         block_table: ``[B, max_blocks]`` int32, the cache blocks of each sequence in order.
         actual_seq_qlen: B cumulative ends of the sequences' rows in T; the last one is T.
         actual_seq_kvlen: B numbers of cached tokens to attend to, this step's own included (not cumulative).
-        logit_rows: ``[B]`` int64, the last row of each sequence in T; its logits are computed.
+        logit_rows: ``[R]`` int64, R >= B: the last row of each sequence in T; its logits are computed. Repetitions
+            fill up to as many rows as other attention groups have.
+        most_tokens: T of the attention group that has most in this step; only read where tokens are sharded.
         causal_mask: the compressed mask in prefill, None in decode, where a row sees all that is cached.
     """
 
     phase: Phase
     input_ids: torch.Tensor
+    active: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
     actual_seq_qlen: list[int]
     actual_seq_kvlen: list[int]
     logit_rows: torch.Tensor
+    most_tokens: int
     causal_mask: torch.Tensor | None
 
     @property
     def num_tokens(self) -> int:
-        return self.input_ids.shape[0]
+        return self.positions.shape[0]
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,23 @@ def dead_span(row: int, block_size: int) -> Span:
 
 
 def build_batch(
-    phase: Phase, spans: list[Span], *, block_size: int, max_blocks: int, causal_mask: torch.Tensor | None
+    phase: Phase,
+    spans: list[Span],
+    *,
+    block_size: int,
+    max_blocks: int,
+    causal_mask: torch.Tensor | None,
+    num_active: int | None = None,
+    most_tokens: int | None = None,
+    num_rows: int | None = None,
 ) -> Batch:
     """Lay ``spans`` behind each other. Tensors are made on the host; the runner moves them to its device. A decode step
-    passes ``causal_mask=None``."""
+    passes ``causal_mask=None``.
+
+    Args:
+        num_active: spans that belong to requests, the first ones; None: all.
+        most_tokens, num_rows: what all attention groups agreed on; None: as many as there are.
+    """
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -77,14 +96,18 @@ def build_batch(
         slots += [span.blocks[p // block_size] * block_size + p % block_size for p in where]
         table[i, : len(span.blocks)] = torch.tensor(span.blocks, dtype=torch.int32)
         qlen.append(len(ids))
+    live = len(spans) if num_active is None else num_active
+    rows = torch.tensor(qlen, dtype=torch.int64) - 1
     return Batch(
         phase=phase,
         input_ids=torch.tensor(ids, dtype=torch.int64),
+        active=torch.arange(len(ids)) < (qlen[live - 1] if live else 0),
         positions=torch.tensor(positions, dtype=torch.int64),
         slot_mapping=torch.tensor(slots, dtype=torch.int32),
         block_table=table,
         actual_seq_qlen=qlen,
         actual_seq_kvlen=[span.start + len(span.ids) for span in spans],
-        logit_rows=torch.tensor(qlen, dtype=torch.int64) - 1,
+        logit_rows=torch.cat((rows, rows[:1].expand((num_rows or len(spans)) - len(spans)))),
+        most_tokens=most_tokens or len(ids),
         causal_mask=causal_mask,
     )

@@ -26,6 +26,7 @@ def _platform_name(value: object) -> object:
     return "950" if type(value) is int and value == 950 else value
 
 
+MoeStrategy = Literal["tp", "ep_local", "ep_allgather", "ep_double_routing", "ep_mc2"]
 Platform = Annotated[Literal["auto", "cpu", "a2", "a3", "950"], BeforeValidator(_platform_name)]
 # A YAML list becomes a tuple, so that a frozen config is frozen all the way down.
 TextList = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
@@ -155,6 +156,12 @@ class ParallelSection(Section):
     moe_ep_size: int = _key(1, "Groups of ranks the experts are dealt to.", ge=1)
     embed_tp_size: int = _key(1, "Ranks that split the embedding table.", ge=1)
     lmhead_tp_size: int = _key(1, "Ranks that split the vocabulary of lm_head.", ge=1)
+    sequence_parallel_prefill: bool = _key(
+        False,
+        "In prefill each rank holds its own tokens, and o_proj whole: less traffic, more memory.",
+    )
+    moe_prefill_strategy: MoeStrategy | None = _key(None, "How tokens reach their experts in prefill; null: chosen.")
+    moe_decode_strategy: MoeStrategy | None = _key(None, "How tokens reach their experts in decode; null: chosen.")
     hosts: TextList = _key((), "Addresses of the machines, that of rank 0 first; empty: this machine.")
 
     @property
@@ -162,13 +169,25 @@ class ParallelSection(Section):
         """Groups of ``attn_tp_size`` ranks that each serve their own sequences."""
         return self.world_size // self.attn_tp_size
 
+    @property
+    def sharded_phases(self) -> frozenset[Literal["prefill", "decode"]]:
+        """Phases in which every rank holds tokens of its own between the layers."""
+        if self.attn_dp_size > 1:
+            return frozenset(("prefill", "decode"))
+        return frozenset(("prefill",)) if self.sequence_parallel_prefill else frozenset()
+
     @model_validator(mode="after")
     def _sizes_fit_world(self) -> Self:
         world = f"parallel_config.world_size={self.world_size}"
         for name, size in self:
-            if isinstance(size, int) and self.world_size % size:
+            if name.endswith(("_tp_size", "_ep_size")) and self.world_size % size:
                 legal = ", ".join(str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0)
                 raise UserError(f"parallel_config.{name}={size} does not divide {world}; legal: {legal}")
+        if self.sequence_parallel_prefill and self.attn_tp_size == 1:
+            raise UserError(
+                "parallel_config.sequence_parallel_prefill=true splits tokens over attn_tp_size=1 ranks, which is no "
+                "split; raise attn_tp_size or set it to false"
+            )
         if self.hosts and self.world_size % len(self.hosts):
             hosts = f"parallel_config.hosts has {len(self.hosts)} entries"
             raise UserError(f"{hosts}, which does not divide {world}; machines run equally many ranks")

@@ -3,11 +3,13 @@
 
 from dataclasses import dataclass
 
+from executor.batch import PHASES
 from executor.config import RunConfig
 from executor.kv_cache import scratch_blocks
 from executor.memory import MemoryPlan
 from executor.model_config import ModelConfig
-from executor.parallel.groups import NAMES
+from executor.moe import mc2_limits
+from executor.parallel.groups import Groups
 from executor.platform.features import GIB, Features
 
 
@@ -20,11 +22,8 @@ class Decision:
 
 def not_built(run: RunConfig, features: Features) -> list[str]:
     """What the recipe asks for that this version can plan but not run."""
-    model, parallel, on_npu = run.model, run.parallel, features.device_type == "npu"
+    model, on_npu = run.model, features.device_type == "npu"
     wishes = {
-        f"attention data parallelism, parallel_config.attn_tp_size={parallel.attn_tp_size} of {parallel.world_size} "
-        "ranks,": parallel.attn_dp_size > 1,
-        f"parallel_config.hosts={', '.join(parallel.hosts)}": bool(parallel.hosts),
         f"model_config.exe_mode={model.exe_mode}": model.exe_mode != "eager",
         "model_config.enable_weight_nz=true": model.enable_weight_nz and on_npu,
         "model_config.enable_profiler=true on an NPU": model.enable_profiler and on_npu,
@@ -40,17 +39,34 @@ def shape(config: ModelConfig) -> str:
     return text
 
 
-def layout_decisions(run: RunConfig, config: ModelConfig) -> list[Decision]:
+def layout_decisions(run: RunConfig, config: ModelConfig, groups: Groups) -> list[Decision]:
     parallel = run.parallel
     if parallel.world_size == 1:
         return [Decision("layout", "one device", "parallel_config.world_size=1")]
-    sizes = {name: getattr(parallel, f"{name}_size") for name in NAMES}
-    layout = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    layout = ", ".join(f"{name} {size}" for name, size in groups.sizes().items() if size > 1)
     decisions = [Decision("layout", layout, f"parallel_config, {parallel.world_size} ranks")]
+    for phase in PHASES:
+        if phase in parallel.sharded_phases:
+            why = f"attn_dp {parallel.attn_dp_size}" if parallel.attn_dp_size > 1 else "sequence_parallel_prefill"
+            what = f"{why}: each rank holds its own between layers, gathered where weights are split"
+            decisions.append(Decision(f"tokens, {phase}", "sharded", what))
+        else:
+            what = "attn_dp 1: every rank holds all tokens, partial sums are all-reduced"
+            decisions.append(Decision(f"tokens, {phase}", "replicated", what))
     if parallel.attn_tp_size > config.num_key_value_heads:
         copies = parallel.attn_tp_size // config.num_key_value_heads
         decisions.append(Decision("KV heads", "1 per rank", f"replicated {copies} times: fewer KV heads than ranks"))
     return decisions
+
+
+def mc2_decisions(features: Features, config: ModelConfig, tokens: int, moe_ep: int) -> list[Decision]:
+    """What the MC2 kernels need of the machine; ``tokens`` of one rank in a step."""
+    if features.name not in mc2_limits.LIMITS or config.moe is None:
+        return []
+    shape = dict(hidden_size=config.hidden_size, num_experts=config.moe.num_experts, moe_ep=moe_ep)
+    size = mc2_limits.buffer_bytes(features.name, tokens=tokens, top_k=config.moe.num_experts_per_tok, **shape)
+    least = -(-size // (1 << 20))
+    return [Decision("MC2 buffer", f"HCCL_BUFFSIZE >= {least} MiB", "documented formula; HCCL's default is 200 MiB")]
 
 
 def switch_decisions(run: RunConfig, features: Features) -> list[Decision]:

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: take a step, choose tokens, stop what is finished, until every request is answered."""
+"""From requests to answers: the engine's steps until every request is answered, tokens turned into text, stop rules.
 
+Attention groups take the requests in turn: request i is served by group i modulo their number.
+"""
+
+import json
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
-import torch
-
+from executor.engine import Engine, Tally
 from executor.model_runner import ModelRunner
-from executor.parallel.world import agree
-from executor.plan import Plan
-from executor.sampler import Sampler
-from executor.scheduler import Request, Scheduler, Sequence, Step
+from executor.parallel import world
+from executor.parallel.groups import Group
+from executor.scheduler import Request, Scheduler, Sequence
 from executor.text import IdCodec, StopMatcher, TextCodec, TokenStream
 
 OnText = Callable[[int, str, bool], None]
@@ -40,27 +42,6 @@ class Answer:
         return self.token_times[0]
 
 
-@dataclass
-class Tally:
-    """Counts over a run, for the report."""
-
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    prompt_tokens: int = 0
-    seconds: float = 0.0
-
-    def add(self, step: Step, seconds: float) -> None:
-        self.prompt_tokens += step.num_prompt_tokens
-        if step.batch.phase == "prefill":
-            self.prefill_steps += 1
-            self.prefill_seconds += seconds
-        else:
-            self.decode_steps += 1
-            self.decode_seconds += seconds
-
-
 class _Ear:
     """Turns the ids of one answer into text as they come, and knows when a stop string was said."""
 
@@ -76,17 +57,6 @@ class _Ear:
             return ""
         text, stopped = self.matcher.push(self.stream.flush())
         return text if stopped else text + self.matcher.flush()
-
-
-def new_scheduler(plan: Plan, causal_mask: torch.Tensor) -> Scheduler:
-    return Scheduler(
-        batch_size=plan.batch_size,
-        num_blocks=plan.memory.num_blocks,
-        block_size=plan.block_size,
-        max_seq_len=plan.max_seq_len,
-        max_prefill_tokens=plan.run.scheduler.max_prefill_tokens,
-        causal_mask=causal_mask,
-    )
 
 
 def generate(
@@ -109,49 +79,39 @@ def generate(
     Raises:
         UserError: a request cannot be served, or the model's logits are not finite.
     """
-    scheduler, sampler, tally = new_scheduler(runner.plan, runner.causal_mask), Sampler(vocab_limit), Tally()
-    sequences = [scheduler.add(request) for request in requests]
-    answers = [Answer(s.number, len(s.request.prompt)) for s in sequences]
+    group = runner.groups.attn_dp
+    engine, mine = Engine(runner, vocab_limit), range(group.rank, len(requests), group.size)
+    sequences = [engine.add(requests[number]) for number in mine]
+    answers = [Answer(number, len(s.request.prompt)) for number, s in zip(mine, sequences)]
     ears = [_Ear(codec, stop) for _ in sequences]
     start = time.perf_counter()
-    while not scheduler.idle:
-        before = time.perf_counter()
-        step = scheduler.next_step()
-        tokens = _next_tokens(runner, sampler, step)
+    while (chosen := engine.step()) is not None:
         now = time.perf_counter()
-        tally.add(step, now - before)
-        for sequence, count in step.cached:
-            if sequence.num_cached == 0:
-                answers[sequence.number].started = before - start
-            sequence.num_cached += count
-        for sequence, token in zip(step.sequences, tokens):
-            sequence.output.append(token)
+        for sequence, token in chosen:
             answer = answers[sequence.number]
+            answer.started = sequence.started - start
             answer.output.append(token)
             answer.token_times.append(now - start)
             answer.stop_reason = _listen(sequence, token, ears[sequence.number], answer, on_text)
             if answer.stop_reason:
-                scheduler.finish(sequence)
-        after_step(scheduler)
-    tally.seconds = time.perf_counter() - start
-    return answers, tally
+                engine.finish(sequence)
+        after_step(engine.scheduler)
+    engine.tally.seconds = time.perf_counter() - start
+    return _collected(answers, group, on_text), engine.tally
 
 
-def _next_tokens(runner: ModelRunner, sampler: Sampler, step: Step) -> list[int]:
-    logits = runner.step(step.batch)
-    wanted = logits[step.rows.to(logits.device)]
-    # in prefill every row belongs to a request, also one that ends a chunk; in decode only the wanted ones do
-    prefill = step.batch.phase == "prefill"
-    if not bool((logits if prefill else wanted).isfinite().all()):
-        rows = torch.arange(step.batch.num_tokens) if prefill else step.rows
-        raise runner.explain_non_finite(step.batch, rows.to(logits.device))
-    tokens = sampler.sample(
-        wanted.cpu(),
-        [sequence.request.sampling for sequence in step.sequences],
-        [sequence.penalized_history for sequence in step.sequences],
-        [sequence.generator for sequence in step.sequences],
-    )
-    return agree(tokens, runner.device)
+def _collected(mine: list[Answer], group: Group, on_text: OnText) -> list[Answer]:
+    """The answers of all attention groups in the order of the requests, on every rank. Those of other groups were not
+    seen while they were made, so their text is passed on now, whole."""
+    if group.size == 1:
+        return mine
+    parts = world.collect(json.dumps([asdict(answer) for answer in mine]), group)
+    answers = [Answer(**fields) for part in parts for fields in json.loads(part)]
+    own = {answer.number for answer in mine}
+    for answer in sorted(answers, key=lambda answer: answer.number):
+        if answer.number not in own:
+            on_text(answer.number, answer.text, True)
+    return sorted(answers, key=lambda answer: answer.number)
 
 
 def _listen(sequence: Sequence, token: int, ear: _Ear, answer: Answer, on_text: OnText) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from executor.batch import Phase
+from executor.blueprint import Blueprint
 from executor.errors import UserError
 from executor.model_config import ModelConfig
 from executor.parallel.groups import Groups
@@ -47,35 +49,55 @@ def kv_block_bytes(config: ModelConfig, groups: Groups, block_size: int, itemsiz
     return 2 * config.num_hidden_layers * block_size * heads * config.head_dim * itemsize
 
 
-def workspace_bytes(config: ModelConfig, groups: Groups, tokens: int, itemsize: int) -> int:
+def feed_forward_rows(blueprint: Blueprint, phase: Phase, tokens: int) -> tuple[int, int]:
+    """Rows that a rank's dense MLP and its experts work on, in a step where an attention group has ``tokens``. Where
+    tokens are sent to their experts it is their number on average; an uneven router needs more."""
+    groups, moe = blueprint.groups, blueprint.config.moe
+    top_k, experts = (moe.num_experts_per_tok, moe.num_experts) if moe is not None else (0, 0)
+    if phase not in blueprint.sharded:
+        return tokens, tokens * top_k
+    own = -(-tokens // groups.attn_tp.size)
+    entered, ep = own * groups.moe_tp.size, groups.moe_ep.size
+    expanded = entered * top_k
+    if blueprint.moe_strategies.get(phase) == "ep_allgather":
+        expanded *= ep
+    elif blueprint.moe_strategies.get(phase) == "ep_mc2":
+        expanded = entered * ep * min(experts // ep, top_k)
+    return own * groups.dense_tp.size, expanded
+
+
+def workspace_bytes(blueprint: Blueprint, phase: Phase, tokens: int) -> int:
     """Activations of the widest point of a layer in a step of ``tokens`` tokens.
 
     Alive together: residual and normalised hidden states, and the larger of attention (q, k, v, output) and the
-    feed-forward block (dense: gate|up and its product; MoE: the K-fold expanded rows in and out, gate|up, product).
+    feed-forward block (dense: gate|up and its product; MoE: expanded rows in and out, gate|up, product).
     """
-    heads = config.num_attention_heads // groups.attn_tp.size + 2 * len(
-        shard_kv_heads(config.num_key_value_heads, groups.attn_tp)
-    )
-    attention = (heads + config.num_attention_heads // groups.attn_tp.size) * config.head_dim
-    ffn = (
-        3 * config.intermediate_size // groups.dense_tp.size if len(config.moe_layers) < config.num_hidden_layers else 0
-    )
+    config, groups = blueprint.config, blueprint.groups
+    query_heads = config.num_attention_heads // groups.attn_tp.size
+    kv_heads = len(shard_kv_heads(config.num_key_value_heads, groups.attn_tp))
+    attention = tokens * 2 * (query_heads + kv_heads) * config.head_dim
+    dense, expanded = feed_forward_rows(blueprint, phase, tokens)
+    widest = attention
+    if len(config.moe_layers) < config.num_hidden_layers:
+        widest = max(widest, dense * 3 * config.intermediate_size // groups.dense_tp.size)
     if config.moe is not None and config.moe_layers:
         local = config.moe.moe_intermediate_size // groups.moe_tp.size
-        ffn = max(ffn, config.moe.num_experts_per_tok * (2 * config.hidden_size + 3 * local))
-    return tokens * itemsize * (2 * config.hidden_size + max(attention, ffn))
+        widest = max(widest, expanded * (2 * config.hidden_size + 3 * local))
+    return blueprint.storage.dtype.itemsize * (2 * tokens * config.hidden_size + widest)
 
 
-def reference_workspace_bytes(config: ModelConfig, groups: Groups, tokens: int, max_positions: int) -> int:
+def reference_workspace_bytes(blueprint: Blueprint, phase: Phase, tokens: int) -> int:
     """float32 temporaries of the reference kernels, which a card's kernels do not have: attention scores and their
     softmax for 128 queries of a step against the longest sequence, and in a MoE layer gate|up, its product and the
     rows that are summed for each token."""
+    config, groups = blueprint.config, blueprint.groups
     heads = config.num_attention_heads // groups.attn_tp.size
-    scores = 2 * 4 * min(tokens, 128) * heads * max_positions
-    wide = 4 * tokens * 3 * config.intermediate_size // groups.dense_tp.size
+    dense, expanded = feed_forward_rows(blueprint, phase, tokens)
+    scores = 2 * 4 * min(tokens, 128) * heads * blueprint.max_positions
+    wide = 4 * dense * 3 * config.intermediate_size // groups.dense_tp.size
     if config.moe is not None and config.moe_layers:
         local = config.moe.moe_intermediate_size // groups.moe_tp.size
-        wide = max(wide, 4 * tokens * config.moe.num_experts_per_tok * (3 * local + 2 * config.hidden_size))
+        wide = max(wide, 4 * expanded * (3 * local + 2 * config.hidden_size))
     return max(scores, wide)
 
 

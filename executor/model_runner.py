@@ -65,8 +65,8 @@ def require_runnable(plan: Plan) -> torch.device:
     wishes = not_built(plan.run, plan.features)
     if wishes:
         raise UserError(
-            f"{wishes[0]} is not built yet; run with attn_tp_size = world_size, exe_mode eager and neither hosts, "
-            "enable_weight_nz nor (on an NPU) enable_profiler, or add --explain to only check the recipe"
+            f"{wishes[0]} is not built yet; run with exe_mode eager and neither enable_weight_nz nor "
+            "(on an NPU) enable_profiler, or add --explain to only check the recipe"
         )
     return found
 
@@ -84,8 +84,9 @@ class ModelRunner(ABC):
         self.device = require_runnable(plan)
         set_product(plan.features.product)
         storage = dataclasses.replace(plan.blueprint.storage, device=self.device)
-        groups = self._connect()
-        self.model = self.build_model(dataclasses.replace(plan.blueprint, storage=storage, groups=groups)).eval()
+        self.groups = self._connect()
+        blueprint = dataclasses.replace(plan.blueprint, storage=storage, groups=self.groups)
+        self.model = self.build_model(blueprint).eval()
         check_coverage(self.model.slots(), self.model.parameters())
         attention = self.model.layers[0].self_attn
         self.caches = allocate(
@@ -161,9 +162,11 @@ class ModelRunner(ABC):
     @torch.inference_mode()
     def step(self, batch: Batch) -> torch.Tensor:
         """Logits ``[R, vocab]`` of ``batch.logit_rows``, in the model's dtype. Writes the step's keys and values."""
-        return self.forwards[batch.phase](self._to_device(batch), self.caches)
+        return self.forwards[batch.phase](self._own(batch), self.caches)
 
-    def _to_device(self, batch: Batch) -> Batch:
+    def _own(self, batch: Batch) -> Batch:
+        """What this rank holds of ``batch``, on its device."""
+        batch = self.model.residual[batch.phase].own(batch)
         moved = {
             f.name: getattr(batch, f.name).to(self.device)
             for f in dataclasses.fields(batch)
@@ -174,27 +177,32 @@ class ModelRunner(ABC):
     @torch.inference_mode()
     def explain_non_finite(self, batch: Batch, rows: torch.Tensor) -> NonFiniteLogits:
         """Run ``batch`` again (it writes what it wrote before) and find the first module whose output in ``rows`` of
-        the T tokens is not finite."""
-        found: list[str] = []
-
-        def watch(name: str) -> Callable[..., None]:
-            def look(module: nn.Module, args: Any, output: Any) -> None:
-                tensors = output if isinstance(output, tuple) else (output,)
-                if not found and not all(bool(t[rows].isfinite().all()) for t in tensors):
-                    found.append(name)
-
-            return look
-
-        modules: list[tuple[str, nn.Module]] = [("model.embed_tokens", self.model.embed_tokens)]
-        modules += [(f"model.layers.{i}", layer) for i, layer in enumerate(self.model.layers)]
-        hooks = [module.register_forward_hook(watch(name)) for name, module in modules]
-        try:
-            self.model(self._to_device(batch), self.caches)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        first = found[0] if found else "model.norm or lm_head"
+        the T tokens is not finite. Other attention groups know nothing of it, so with them nothing is run."""
         hint = (
             "; float16 overflows on Qwen3: use bfloat16" if self.plan.blueprint.storage.dtype == torch.float16 else ""
         )
-        return NonFiniteLogits(f"logits are not finite; the first layer with NaN or infinity is {first}{hint}")
+        if self.groups.attn_dp.size > 1:
+            return NonFiniteLogits(f"logits are not finite{hint}; with attn_tp_size=world_size the layer is named")
+        modules: list[tuple[str, nn.Module]] = [("model.embed_tokens", self.model.embed_tokens)]
+        modules += [(f"model.layers.{i}", layer) for i, layer in enumerate(self.model.layers)]
+        found = [len(modules)]
+
+        def watch(number: int) -> Callable[..., None]:
+            def look(module: nn.Module, args: Any, output: Any) -> None:
+                tensors = output if isinstance(output, tuple) else (output,)
+                # a rank that holds some of the tokens looks at all of these
+                wanted = [t[rows] if t.shape[0] == batch.num_tokens else t for t in tensors]
+                if not all(bool(t.isfinite().all()) for t in wanted):
+                    found.append(number)
+
+            return look
+
+        hooks = [module.register_forward_hook(watch(number)) for number, (_, module) in enumerate(modules)]
+        try:
+            self.model(self._own(batch), self.caches)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        first = -world.largest([-min(found)], self.groups.attn_tp)[0]
+        name = modules[first][0] if first < len(modules) else "model.norm or lm_head"
+        return NonFiniteLogits(f"logits are not finite; the first layer with NaN or infinity is {name}{hint}")

@@ -5,17 +5,18 @@ Nothing after this asks "which mode are we in": the plan says how the model is b
 ``--explain`` prints it. Planning needs no weights and no card, and reports everything that cannot work.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from executor.batch import Phase
+from executor.batch import PHASES, Phase
 from executor.blueprint import Blueprint
 from executor.config import RunConfig
 from executor.decisions import (
     Decision,
     layout_decisions,
+    mc2_decisions,
     memory_decisions,
     not_built,
     shape,
@@ -25,6 +26,7 @@ from executor.decisions import (
 from executor.errors import UserError
 from executor.kv_cache import scratch_blocks
 from executor.layers.decoder import CausalLM
+from executor.legal_layouts import check_layout
 from executor.memory import (
     MemoryPlan,
     kv_block_bytes,
@@ -35,8 +37,9 @@ from executor.memory import (
     workspace_bytes,
 )
 from executor.model_config import ModelConfig
-from executor.moe.strategy import Choice, choose
-from executor.parallel.groups import NAMES, planned_groups
+from executor.moe import mc2_limits
+from executor.moe.strategy import Choice, StrategyName, choose
+from executor.parallel.groups import NAMES, Groups, planned_groups
 from executor.platform.features import GIB, Features
 from executor.quant.packed import PackedLinear
 from executor.quant.scheme import LinearScheme
@@ -74,11 +77,10 @@ def make_plan(
     """Raises UserError if the layout is illegal for this model, or the run would not fit in memory."""
     dtype, why_dtype = _dtype(run, config, features)
     max_seq_len, why_length = _max_seq_len(run, config)
-    sizes = {name: getattr(run.parallel, f"{name}_size") for name in NAMES}
-    groups = planned_groups(0, **sizes)
-    _check_experts(run, config)
-    _check_data_parallel(run, config)
-    choices = _moe_choices(run, config, features)
+    check_layout(run.parallel, config)
+    batch_size = run.scheduler.batch_size // run.parallel.attn_dp_size
+    choices = _moe_choices(run, config, features, batch_size)
+    groups = _groups(run, choices)
     scheme, why_scheme = _scheme(dtype, features)
     blueprint = Blueprint(
         config=config,
@@ -86,10 +88,12 @@ def make_plan(
         storage=Storage(dtype, torch.device("meta"), features.out_in_order),
         scheme=scheme,
         max_positions=-(-max_seq_len // run.scheduler.block_size) * run.scheduler.block_size,
-        moe_strategies={phase: choice.strategy for phase, choice in choices},
+        sharded=run.parallel.sharded_phases,
+        exchange_heads=frozenset(("prefill",)) if run.parallel.sequence_parallel_prefill else frozenset(),
+        moe_strategies={phase: choice.strategy for phase, choice in choices.items()},
+        mc2_sends_weights=features.name in mc2_limits.LIMITS and mc2_limits.LIMITS[features.name].send_weights,
         balanced_gate=run.model.force_eplb,
     )
-    batch_size = run.scheduler.batch_size // run.parallel.attn_dp_size
     if run.scheduler.max_prefill_tokens <= batch_size:
         raise UserError(
             f"scheduler_config.max_prefill_tokens={run.scheduler.max_prefill_tokens} must exceed the batch of "
@@ -102,8 +106,13 @@ def make_plan(
         Decision("dtype", str(dtype).removeprefix("torch."), why_dtype),
         Decision("exe_mode", run.model.exe_mode, "model_config.exe_mode"),
         *switch_decisions(run, features),
-        *layout_decisions(run, config),
-        *(Decision(f"MoE strategy, {phase}", choice.strategy, choice.reason) for phase, choice in choices),
+        *layout_decisions(run, config, groups),
+        *(Decision(f"MoE strategy, {phase}", choice.strategy, choice.reason) for phase, choice in choices.items()),
+        *(
+            mc2_decisions(features, config, -(-batch_size // groups.attn_tp.size), groups.moe_ep.size)
+            if groups.moe_ep_mc2.size > 1
+            else ()
+        ),
         Decision("linear layers", type(scheme).__name__, why_scheme),
         Decision("weight order", "[out, in]" if features.out_in_order else "[in, out]", why_order(features)),
         Decision("max_seq_len", f"{max_seq_len} tokens", why_length),
@@ -158,46 +167,41 @@ def _max_seq_len(run: RunConfig, config: ModelConfig) -> tuple[int, str]:
     return wanted, "scheduler_config.max_seq_len"
 
 
-def _check_experts(run: RunConfig, config: ModelConfig) -> None:
-    """Every rank holds a part of the experts, and no part is held twice."""
-    tp, ep, world = run.parallel.moe_tp_size, run.parallel.moe_ep_size, run.parallel.world_size
-    if config.moe_layers and tp * ep != world:
-        raise UserError(
-            f"parallel_config.moe_tp_size={tp} * moe_ep_size={ep} must equal parallel_config.world_size={world}; "
-            f"for example moe_tp_size={world // ep}"
-        )
+def _groups(run: RunConfig, choices: Mapping[Phase, Choice]) -> Groups:
+    """The groups of rank 0; MC2's exists only if a phase uses it."""
+    sizes = {name: getattr(run.parallel, f"{name}_size") for name in NAMES if name != "moe_ep_mc2"}
+    uses_mc2 = any(choice.strategy == "ep_mc2" for choice in choices.values())
+    return planned_groups(0, **sizes, moe_ep_mc2=run.parallel.moe_ep_size if uses_mc2 else 1)
 
 
-def _check_data_parallel(run: RunConfig, config: ModelConfig) -> None:
-    """Ranks of different attention-DP groups hold different tokens: a sum over both would mix them up."""
-    parallel = run.parallel
-    if parallel.attn_dp_size == 1:
-        return
-    dp = f"attn_dp_size={parallel.attn_dp_size} (world_size / attn_tp_size)"
-    for name in ("dense_tp", "embed_tp", "lmhead_tp"):
-        size = getattr(parallel, f"{name}_size")
-        if size > parallel.attn_tp_size:
-            raise UserError(
-                f"parallel_config.{name}_size={size} reaches over {dp}, whose groups hold different tokens; "
-                f"it may be at most attn_tp_size={parallel.attn_tp_size}"
-            )
-    if config.moe is not None and config.moe_layers and parallel.moe_ep_size == 1:
-        raise UserError(
-            f"parallel_config.moe_tp_size={parallel.moe_tp_size} reaches over {dp}, whose groups hold different "
-            "tokens; set moe_ep_size > 1, which exchanges them, or attn_tp_size=world_size"
-        )
-
-
-def _moe_choices(run: RunConfig, config: ModelConfig, features: Features) -> list[tuple[Phase, Choice]]:
-    if config.moe is None or not config.moe_layers:
-        return []
-    facts = dict(
-        moe_ep=run.parallel.moe_ep_size,
-        attn_dp=run.parallel.attn_dp_size,
-        top_k=config.moe.num_experts_per_tok,
-        has_mc2=features.has_mc2,
+def _moe_choices(run: RunConfig, config: ModelConfig, features: Features, batch_size: int) -> dict[Phase, Choice]:
+    parallel, moe = run.parallel, config.moe
+    if moe is None or not config.moe_layers:
+        return {}
+    refused = mc2_limits.refusal(
+        features.name if features.device_type == "npu" else "cpu",
+        hidden_size=config.hidden_size,
+        tokens=-(-batch_size // parallel.attn_tp_size),
+        top_k=moe.num_experts_per_tok,
+        num_experts=moe.num_experts,
+        moe_ep=parallel.moe_ep_size,
+        moe_tp=parallel.moe_tp_size,
     )
-    return [("prefill", choose("prefill", **facts)), ("decode", choose("decode", **facts))]  # type: ignore[arg-type]
+    wanted: dict[Phase, StrategyName | None] = {
+        "prefill": parallel.moe_prefill_strategy,
+        "decode": parallel.moe_decode_strategy,
+    }
+    return {
+        phase: choose(
+            phase,
+            sharded=phase in parallel.sharded_phases,
+            moe_ep=parallel.moe_ep_size,
+            top_k=moe.num_experts_per_tok,
+            mc2_refusal=refused,
+            wanted=wanted[phase],
+        )
+        for phase in PHASES
+    }
 
 
 def _memory(run: RunConfig, blueprint: Blueprint, features: Features, batch_size: int, model: CausalLM) -> MemoryPlan:
@@ -210,15 +214,17 @@ def _memory(run: RunConfig, blueprint: Blueprint, features: Features, batch_size
             f"scheduler_config.num_blocks={scheduler.num_blocks} leaves no block for a sequence: {scratch} are scratch "
             f"blocks of the {batch_size} decode rows; set at least {scratch + 1}"
         )
-    on_cpu = features.device_type == "cpu"
-    tokens = max(scheduler.max_prefill_tokens, batch_size)
+
+    def workspace(phase: Phase, tokens: int) -> int:
+        reference = reference_workspace_bytes(blueprint, phase, tokens) if features.device_type == "cpu" else 0
+        return workspace_bytes(blueprint, phase, tokens) + reference
+
     memory = plan_blocks(
         weights=weight_bytes(model) + _packed_copy(blueprint, model),
         kv_block=kv_block_bytes(config, groups, scheduler.block_size, itemsize),
         # the model's dtype once, gathered, and a float32 copy for the sampler
         logits=batch_size * config.vocab_size * (itemsize + 4),
-        workspace=workspace_bytes(config, groups, tokens, itemsize)
-        + on_cpu * reference_workspace_bytes(config, groups, tokens, blueprint.max_positions),
+        workspace=max(workspace("prefill", scheduler.max_prefill_tokens), workspace("decode", batch_size)),
         budget=int(features.memory_bytes * scheduler.mem_fraction_static),
         wanted=scheduler.num_blocks or batch_size * per_sequence + scratch,
         smallest=scheduler.num_blocks or per_sequence + scratch,
@@ -241,7 +247,12 @@ def _memory(run: RunConfig, blueprint: Blueprint, features: Features, batch_size
 
 
 def _packed_copy(blueprint: Blueprint, model: CausalLM) -> int:
-    """Bytes of a packed head beside the embedding it is tied to."""
-    if not (model.shares_head and isinstance(blueprint.scheme, PackedLinear)):
+    """Bytes of packed weights that are kept beside others: a head tied to the embedding, and this rank's rows of an
+    ``o_proj`` that is held whole."""
+    if not isinstance(blueprint.scheme, PackedLinear):
         return 0
-    return blueprint.config.vocab_size * blueprint.config.hidden_size * blueprint.storage.dtype.itemsize
+    config, itemsize = blueprint.config, blueprint.storage.dtype.itemsize
+    head = config.vocab_size * config.hidden_size if model.shares_head else 0
+    o_proj = config.num_attention_heads * config.head_dim * config.hidden_size // blueprint.groups.attn_tp.size
+    rows = config.num_hidden_layers * o_proj if blueprint.exchange_heads else 0
+    return itemsize * (head + rows)

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from executor.decisions import shape
-from executor.generation import Answer, Tally
+from executor.engine import Tally
+from executor.generation import Answer
 from executor.plan import Plan
 from executor.platform.features import GIB
 from executor.weights import LoadReport
@@ -77,6 +78,8 @@ def summarize(
         "prefill_seconds": tally.prefill_seconds,
         "decode_steps": tally.decode_steps,
         "decode_seconds": tally.decode_seconds,
+        "agreements": tally.agreements,
+        "agreement_seconds": tally.agreement_seconds,
         "load_seconds": load.seconds,
         "load_bytes": load.bytes_read,
         "warm_up_seconds": load.warm_up_seconds,
@@ -104,11 +107,14 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
         "output tokens/s": f"{figures['output_tokens_per_second']:.1f}",
         "steps": f"{figures['prefill_steps']} prefill ({figures['prefill_seconds']:.2f} s), "
         f"{figures['decode_steps']} decode ({figures['decode_seconds']:.2f} s)",
+        "agreed on": f"{figures['agreements']} steps between attention groups ({figures['agreement_seconds']:.2f} s)",
         "load": f"{figures['load_bytes'] / GIB:.3f} GiB in {figures['load_seconds']:.2f} s, "
         f"warm-up {figures['warm_up_seconds']:.2f} s",
         "memory": f"process peak {figures['peak_memory_bytes'] / GIB:.2f} GiB with Python and torch, "
         f"planned {figures['planned_memory_bytes'] / GIB:.2f} GiB",
     }
+    if not figures["agreements"]:
+        del rows["agreed on"]
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)

@@ -9,6 +9,7 @@ never run out of cache and a long one holds up nobody else. A prefill step carri
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,7 @@ class Sequence:
         self.blocks: list[int] = []
         self.output: list[int] = []
         self.num_cached = 0  # tokens whose keys and values are in the cache
+        self.started = 0.0  # time.perf_counter() before its first step
         self.generator = request.sampling.generator()
 
     @property
@@ -81,7 +83,27 @@ class Step:
     num_prompt_tokens: int
 
 
+class Outlook(NamedTuple):
+    """What an attention group is about to do, as numbers whose largest over all groups is what they all do.
+
+    Attributes:
+        phase: ``IDLE``, ``DECODE`` or ``PREFILL``: if one group has a prompt to process, all take a prefill step.
+        num_tokens: T of this group's step, if it is of that phase.
+        num_rows: its rows of logits.
+    """
+
+    phase: int
+    num_tokens: int
+    num_rows: int
+
+
+IDLE, DECODE, PREFILL = 0, 1, 2
+
+
 class Scheduler:
+    """The requests of one attention group. Groups schedule by themselves; what they have to do in step they agree on
+    by their ``Outlook``. A group without requests takes part with a row that belongs to nobody."""
+
     def __init__(
         self,
         *,
@@ -147,12 +169,20 @@ class Scheduler:
         """Raises RuntimeError if a cache block is lost or shared."""
         self.pool.check(sequence.blocks for sequence in self.running)
 
-    def next_step(self) -> Step:
-        """Admit what fits, then build the next batch. There must be something to do."""
+    def outlook(self) -> Outlook:
+        """Admit what fits, and say what comes next."""
         self._admit()
+        spans = [span for _, span in self._mixed_spans()] or [dead_span(0, self.block_size)]
+        tokens = sum(len(span.ids) for span in spans)
         if any(sequence.prompt_left for sequence in self.running):
-            return self._prefill_step()
-        return self._decode_step()
+            return Outlook(PREFILL, tokens, len(spans))
+        # should another group prefill, the same rows go along in its step
+        return Outlook(DECODE if self.running else IDLE, tokens, len(spans))
+
+    def next_step(self, agreed: Outlook | None = None) -> Step:
+        """Build the next batch as all groups ``agreed``; None: there is only this one, and it has something to do."""
+        agreed = agreed or self.outlook()
+        return self._prefill_step(agreed) if agreed.phase == PREFILL else self._decode_step()
 
     def _admit(self) -> None:
         for row, occupant in enumerate(self.rows):
@@ -161,18 +191,20 @@ class Scheduler:
                 sequence.blocks = self.pool.take(sequence.blocks_needed)
                 self.rows[row] = sequence
 
-    def _prefill_step(self) -> Step:
-        left = self.max_prefill_tokens - sum(not sequence.prompt_left for sequence in self.running)
-        spans: list[tuple[Sequence, Span]] = []
-        for sequence in self.running:
-            if not sequence.prompt_left:
-                spans.append((sequence, sequence.span(1)))
+    def _mixed_spans(self) -> list[tuple[Sequence, Span]]:
+        """One token of each running answer, then chunks of prompts in the order of the requests."""
+        spans = [(sequence, sequence.span(1)) for sequence in self.running if not sequence.prompt_left]
+        left = self.max_prefill_tokens - len(spans)
         for sequence in sorted(self.running, key=lambda s: s.number):
             if sequence.prompt_left and left > 0:
                 spans.append((sequence, sequence.span(left)))
                 left -= len(spans[-1][1].ids)
+        return spans
+
+    def _prefill_step(self, agreed: Outlook) -> Step:
+        spans = self._mixed_spans()
         prompt_tokens = sum(len(span.ids) for sequence, span in spans if sequence.prompt_left)
-        batch = self._build("prefill", [span for _, span in spans])
+        batch = self._build("prefill", [span for _, span in spans], agreed)
         wanting = [row for row, (sequence, span) in enumerate(spans) if len(span.ids) >= sequence.prompt_left]
         return Step(
             batch,
@@ -183,18 +215,23 @@ class Scheduler:
         )
 
     def _decode_step(self) -> Step:
-        spans = [
-            dead_span(row, self.block_size) if sequence is None else sequence.span(1)
-            for row, sequence in enumerate(self.rows)
-        ]
-        rows = torch.tensor([row for row, sequence in enumerate(self.rows) if sequence is not None])
-        return Step(self._build("decode", spans), self.running, rows, [(s, 1) for s in self.running], 0)
+        """Live rows first, as the mask of the MC2 kernels wants it."""
+        running, size = self.running, len(self.rows)
+        agreed = Outlook(DECODE, size, size)
+        batch = self._build("decode", [sequence.span(1) for sequence in running], agreed)
+        return Step(batch, running, torch.arange(len(running)), [(sequence, 1) for sequence in running], 0)
 
-    def _build(self, phase: Phase, spans: list[Span]) -> Batch:
+    def _build(self, phase: Phase, spans: list[Span], agreed: Outlook) -> Batch:
+        """Rows that belong to nobody follow: in decode up to the fixed number, in prefill one if there is no other."""
+        rows = agreed.num_rows if phase == "decode" else 1
+        dead = [dead_span(row, self.block_size) for row in range(len(spans), rows)]
         return build_batch(
             phase,
-            spans,
+            spans + dead,
             block_size=self.block_size,
             max_blocks=self.max_blocks,
             causal_mask=self.causal_mask if phase == "prefill" else None,
+            num_active=len(spans),
+            most_tokens=agreed.num_tokens,
+            num_rows=agreed.num_rows,
         )

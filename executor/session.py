@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from executor.config import RunConfig
+from executor.engine import Tally, new_scheduler
 from executor.errors import UserError
-from executor.generation import Answer, OnText, Tally, generate, new_scheduler
+from executor.generation import Answer, OnText, generate
 from executor.model_config import read_config_json
 from executor.model_runner import ModelRunner, plan_run, require_runnable
 from executor.plan import Plan

@@ -398,11 +398,22 @@ def test_recipe_for_a_machine_that_this_is_not(line, platform):
     assert platform in out
 
 
-def test_attention_data_parallelism(line):
+def test_a_strategy_that_the_layout_has_no_use_for(line):
     """Refused before any rank is started."""
     line.checkpoint()
-    line.recipe["parallel_config"] = {"world_size": 2, "moe_ep_size": 2}
-    line.refuse(words=("parallel_config.attn_tp_size=1 of 2 ranks", "not built yet", "--explain"))
+    line.recipe["parallel_config"] = {
+        "world_size": 2,
+        "attn_tp_size": 2,
+        "moe_ep_size": 2,
+        "moe_prefill_strategy": "ep_allgather",
+    }
+    line.refuse(words=("parallel_config.moe_prefill_strategy=ep_allgather", "replicated", "legal: ep_local"))
+
+
+def test_nothing_to_split_in_a_sequence_parallel_prefill(line):
+    line.checkpoint()
+    line.recipe["parallel_config"] = {"sequence_parallel_prefill": True}
+    line.refuse(words=("parallel_config.sequence_parallel_prefill=true", "attn_tp_size=1", "set it to false"))
 
 
 def test_chat_on_several_ranks(line):
@@ -414,7 +425,7 @@ def test_chat_on_several_ranks(line):
 def test_ranks_that_do_not_divide_the_heads(line):
     line.checkpoint()
     line.recipe["parallel_config"] = {"world_size": 3, "attn_tp_size": 3, "moe_tp_size": 3}
-    line.refuse(words=("parallel_config.attn_tp_size=3", "num_attention_heads=4", "legal: 1, 2, 4"))
+    line.refuse(words=("parallel_config.attn_tp_size=3", "num_attention_heads=4", "legal with world_size=3: 1"))
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -18,7 +18,7 @@ MOST_LINES = 280
 # may import all of them; within a package everything may import everything that makes no cycle.
 ARROWS = {
     "executor.platform": {"executor.errors"},
-    "executor.parallel": {"executor.errors"},
+    "executor.parallel": {"executor.batch", "executor.errors", "executor.platform"},
     "executor.ops": {"executor.platform"},
     "executor.quant": {"executor.errors", "executor.storage", "executor.ops", "executor.weights"},
     "executor.layers": {

@@ -4,12 +4,12 @@
 Shapes: T tokens of the step, N query heads and M key/value heads of this rank, D head size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
 
-from executor.batch import Batch
+from executor.batch import Batch, Phase
 from executor.kv_cache import LayerCache
 from executor.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from executor.layers.norm import RMSNorm
@@ -18,15 +18,57 @@ from executor.ops.attention import paged_attention
 from executor.ops.kv import write_kv
 from executor.ops.rope import rotary
 from executor.parallel.groups import Group
-from executor.parallel.layout import shard, shard_kv_heads
+from executor.parallel.layout import Residual, ShardedResidual, shard, shard_kv_heads
 from executor.quant.scheme import LinearScheme
 from executor.storage import Storage
 from executor.weights import Slot
 
 
+class SummedHeads:
+    """``o_proj`` of this rank's heads is a summand of the result."""
+
+    def __init__(self, o_proj: RowParallelLinear, residual: Residual) -> None:
+        self.o_proj = o_proj
+        self.residual = residual
+
+    def partial(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.o_proj(out)
+
+    def reduce(self, y: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.residual.leave(y, batch)
+
+
+class ExchangedHeads:
+    """Ranks exchange this rank's heads of all tokens for all heads of its own tokens; ``o_proj``, which keeps all
+    inputs, then gives the result itself. A rank's heads are ``num_heads * head_dim / size`` wide, so this moves less
+    than a reduce-scatter of ``o_proj``'s output, which is as wide as the hidden size."""
+
+    def __init__(self, o_proj: RowParallelLinear, residual: ShardedResidual) -> None:
+        self.o_proj = o_proj
+        self.residual = residual
+
+    def partial(self, out: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.o_proj(self.residual.heads_to_tokens(out, batch))
+
+    def reduce(self, y: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return y
+
+
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, group: Group, storage: Storage, scheme: LinearScheme) -> None:
+    """Heads split over ``group``. In a phase of ``exchange`` heads are exchanged for tokens before ``o_proj``, which is
+    then held whole; other phases use this rank's rows of it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        group: Group,
+        residual: Mapping[Phase, Residual],
+        exchange: Collection[Phase],
+        storage: Storage,
+        scheme: LinearScheme,
+    ) -> None:
         super().__init__()
+        self.residual = residual
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         heads = shard(config.num_attention_heads, group, "num_attention_heads")
@@ -49,19 +91,35 @@ class Attention(nn.Module):
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, storage)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, storage)
-        self.o_proj = RowParallelLinear(
-            part("o_proj", config.num_attention_heads, heads),
-            config.hidden_size,
-            bias=config.attention_bias,
-            group=group,
-            storage=storage,
-            scheme=scheme,
-        )
+
+        def row_parallel(keep: range, holds_bias: bool) -> RowParallelLinear:
+            return RowParallelLinear(
+                part("o_proj", config.num_attention_heads, keep),
+                config.hidden_size,
+                bias=config.attention_bias,
+                holds_bias=holds_bias,
+                storage=storage,
+                scheme=scheme,
+            )
+
+        rows = row_parallel(heads, group.rank == 0)
+        self.o_proj = row_parallel(range(config.num_attention_heads), True) if exchange else rows
+        if exchange:
+            rows.borrow(self.o_proj)
+            self.o_proj_rows = rows
+        self.output: dict[Phase, SummedHeads | ExchangedHeads] = {}
+        for phase, tokens in residual.items():
+            if phase in exchange and isinstance(tokens, ShardedResidual):
+                self.output[phase] = ExchangedHeads(self.o_proj, tokens)
+            else:
+                self.output[phase] = SummedHeads(rows, tokens)
 
     def partial(
         self, x: torch.Tensor, rotary_table: tuple[torch.Tensor, torch.Tensor], batch: Batch, cache: LayerCache
     ) -> torch.Tensor:
-        """``[T, hidden] -> [T, hidden]``, this rank's heads' share of the sum. Writes this step's keys and values."""
+        """``[own tokens, hidden] -> [T, hidden]``, this rank's heads' share of the sum, or ``[own tokens, hidden]`` if
+        heads were exchanged. Writes this step's keys and values."""
+        x = self.residual[batch.phase].enter(x, batch)
         q, k, v = self.merged_qkv_proj(x).split(self.merged_qkv_proj.sizes, dim=-1)
         q_TND = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim)))
         k_TMD = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim)))
@@ -79,10 +137,11 @@ class Attention(nn.Module):
             scale=self.scale,
             causal_mask=batch.causal_mask,
         )
-        return self.o_proj.partial(out_TND.flatten(1))
+        return self.output[batch.phase].partial(out_TND.flatten(1), batch)
 
-    def reduce(self, y: torch.Tensor) -> torch.Tensor:
-        return self.o_proj.reduce(y)
+    def reduce(self, y: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """``[own tokens, hidden]``."""
+        return self.output[batch.phase].reduce(y, batch)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         yield from self.merged_qkv_proj.slots(prefix)

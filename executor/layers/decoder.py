@@ -5,18 +5,19 @@ The phases are what an overlap schedule interleaves; ``forward`` plays them in o
 sparse, which groups split it and which format its weights have was all decided when it was built.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from executor.batch import Batch
+from executor.batch import Batch, Phase
 from executor.kv_cache import LayerCache
 from executor.layers.attention import Attention
 from executor.layers.embedding import LMHead, VocabParallelEmbedding
 from executor.layers.norm import RMSNorm
 from executor.layers.rope import RotaryEmbedding
+from executor.parallel.layout import Residual
 from executor.weights import Slot
 
 RotaryTable = tuple[torch.Tensor, torch.Tensor]
@@ -48,8 +49,8 @@ class DecoderLayer(nn.Module):
         x, residual = self.input_layernorm.add(x, residual)
         return self.self_attn.partial(x, rotary, batch, cache), residual
 
-    def attn_reduce(self, y: torch.Tensor) -> torch.Tensor:
-        return self.self_attn.reduce(y)
+    def attn_reduce(self, y: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.self_attn.reduce(y, batch)
 
     def ffn_compute(self, y: torch.Tensor, residual: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         y, residual = self.post_attention_layernorm.add(y, residual)
@@ -62,7 +63,7 @@ class DecoderLayer(nn.Module):
         self, x: torch.Tensor, residual: torch.Tensor | None, rotary: RotaryTable, batch: Batch, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.attn_compute(x, residual, rotary, batch, cache)
-        x, residual = self.ffn_compute(self.attn_reduce(x), residual, batch)
+        x, residual = self.ffn_compute(self.attn_reduce(x, batch), residual, batch)
         return self.ffn_reduce(x, batch), residual
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
@@ -82,6 +83,7 @@ class CausalLM(nn.Module):
         norm: RMSNorm,
         lm_head: LMHead,
         rotary_emb: RotaryEmbedding,
+        residual: Mapping[Phase, Residual],
         *,
         tie_word_embeddings: bool,
     ) -> None:
@@ -91,6 +93,7 @@ class CausalLM(nn.Module):
         self.norm = norm
         self.lm_head = lm_head
         self.rotary_emb = rotary_emb
+        self.residual = residual
         self.tie_word_embeddings = tie_word_embeddings
         self.shares_head = tie_word_embeddings and lm_head.tie(embed_tokens)
 
@@ -103,12 +106,12 @@ class CausalLM(nn.Module):
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Returns ``[len(batch.logit_rows), vocab]`` in the model's dtype."""
-        x, residual = self.embed_tokens(batch.input_ids), None
+        x, residual = self.embed_tokens(batch), None
         rotary = self.rotary_emb(batch.positions)
         for layer, cache in zip(self.layers, caches):
             x, residual = layer(x, residual, rotary, batch, cache)
         x, _ = self.norm.add(x, residual)
-        return self.lm_head(x[batch.logit_rows])
+        return self.lm_head(self.residual[batch.phase].rows(x, batch.logit_rows), batch)
 
     def slots(self) -> Iterator[tuple[str, Slot]]:
         """Every (checkpoint name, slot) of this rank. A tied head that has memory of its own is filled from the

@@ -1,32 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token embedding and language-model head, both split over the vocabulary."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
+from executor.batch import Batch, Phase
 from executor.parallel.groups import Group
-from executor.parallel.layout import shard
+from executor.parallel.layout import Tokens, shard
 from executor.quant.scheme import LinearScheme
 from executor.storage import Storage
 from executor.weights import Slot
 
 
 class VocabParallelEmbedding(nn.Module):
-    """``ids [T] -> [T, hidden]``. Each rank looks up its part of the vocabulary; the sum over ranks is the row."""
+    """``ids [own tokens] -> [own tokens, hidden]``. Each rank looks up its part of the vocabulary; the sum over ranks
+    is the row."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, group: Group, storage: Storage) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, group: Group, tokens: Mapping[Phase, Tokens], storage: Storage
+    ) -> None:
         super().__init__()
-        self.group = group
+        self.tokens = tokens
         self.vocab_size = vocab_size
         self.mine = shard(vocab_size, group, "vocab_size")
         data = torch.empty(len(self.mine), hidden_size, dtype=storage.dtype, device=storage.device)
         self.weight = nn.Parameter(data, requires_grad=False)
         self.lookup = self._all_rows if group.size == 1 else self._my_rows
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.lookup(ids)
+    def forward(self, batch: Batch) -> torch.Tensor:
+        tokens = self.tokens[batch.phase]
+        return tokens.leave(self.lookup(tokens.enter(batch.input_ids, batch)), batch)
 
     def _all_rows(self, ids: torch.Tensor) -> torch.Tensor:
         return nn.functional.embedding(ids, self.weight)
@@ -35,7 +40,7 @@ class VocabParallelEmbedding(nn.Module):
         local = ids - self.mine.start
         outside = (local < 0) | (local >= len(self.mine))
         rows = nn.functional.embedding(local.masked_fill(outside, 0), self.weight)
-        return self.group.all_reduce(rows.masked_fill(outside.unsqueeze(-1), 0))
+        return rows.masked_fill(outside.unsqueeze(-1), 0)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         index = (slice(self.mine.start, self.mine.stop), slice(None))
@@ -47,9 +52,17 @@ class LMHead(nn.Module):
 
     weight: torch.Tensor
 
-    def __init__(self, vocab_size: int, hidden_size: int, group: Group, storage: Storage, scheme: LinearScheme) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        group: Group,
+        tokens: Tokens,
+        storage: Storage,
+        scheme: LinearScheme,
+    ) -> None:
         super().__init__()
-        self.group = group
+        self.tokens = tokens
         self.shape = (vocab_size, hidden_size)
         self.mine = shard(vocab_size, group, "vocab_size")
         self.scheme = scheme
@@ -70,11 +83,9 @@ class LMHead(nn.Module):
     def finalize(self) -> None:
         self.scheme.finalize(self)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits = self.scheme.apply(self, x, None)
-        if self.group.size == 1:
-            return logits
-        return self.group.all_gather(logits.t()).t()
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """``x``: the rows of ``batch.logit_rows``, the same on all ranks of an attention group."""
+        return self.tokens.leave_columns(self.scheme.apply(self, self.tokens.enter(x, batch), None))
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         index = (slice(self.mine.start, self.mine.stop), slice(None))

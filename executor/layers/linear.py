@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that own their shard, their checkpoint names and their collective.
+"""Linear layers that own their shard and their checkpoint names.
 
-Column splits outputs and never communicates. Row splits inputs: ``partial`` is this rank's summand, ``reduce`` makes
-it the result, and nobody can mistake one for the other.
+Column splits outputs; row splits inputs, so that its output is this rank's summand of the result.
 """
 
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from executor.parallel.groups import Group
 from executor.quant.scheme import LinearScheme
 from executor.storage import Storage
 from executor.weights import Slot
@@ -61,30 +59,32 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """``[T, in / size] -> [T, out]``, summed over ``group``. The bias is held by the first rank only."""
+    """``[T, kept inputs] -> [T, out]``: a summand of the result, unless all inputs are kept. How it becomes the result
+    is up to the layer that holds this. ``bias`` belongs to one of the ranks: ``holds_bias``."""
+
+    bias: nn.Parameter | None
 
     def __init__(
-        self, part: Part, out_features: int, *, bias: bool, group: Group, storage: Storage, scheme: LinearScheme
+        self, part: Part, out_features: int, *, bias: bool, holds_bias: bool, storage: Storage, scheme: LinearScheme
     ) -> None:
         """``part`` says which inputs, columns on disk, this rank keeps."""
         super().__init__()
         self.name = part.name
         self.shape = (out_features, part.size)
         self.columns = slice(part.keep.start, part.keep.stop)
-        self.group = group
         self.scheme = scheme
         scheme.declare(self, len(part.keep), out_features, storage)
         self.has_bias = bias
-        self.bias = storage.vector(out_features) if bias and group.rank == 0 else None
+        self.bias = storage.vector(out_features) if bias and holds_bias else None
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scheme.apply(self, x, self.bias)
-
-    def reduce(self, y: torch.Tensor) -> torch.Tensor:
-        return self.group.all_reduce(y)
+    def borrow(self, whole: "RowParallelLinear") -> None:
+        """Use the memory of ``whole``, which keeps all inputs, for this layer's."""
+        self.scheme.borrow(self, whole, self.columns)
+        if self.bias is not None:
+            self.bias = whole.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.reduce(self.partial(x))
+        return self.scheme.apply(self, x, self.bias)
 
     def finalize(self) -> None:
         self.scheme.finalize(self)

@@ -11,12 +11,12 @@ from executor.parallel.groups import Group
 
 
 class LocalExperts(TensorParallel):
-    """As tensor parallel, with rows of this rank's experts only, and a sum over both groups that hold experts."""
+    """As tensor parallel, with rows of this rank's experts only, and a sum over the ranks that hold the others."""
 
-    def __init__(self, num_experts: int, mine: range, moe_tp: Group, moe_ep: Group) -> None:
-        super().__init__(num_experts, moe_ep)
+    def __init__(self, num_experts: int, mine: range, ep: Group) -> None:
+        super().__init__(num_experts)
         self.mine = (mine.start, mine.stop)
-        self.slices = moe_tp
+        self.ep = ep
 
     def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, batch: Batch) -> Dispatched:
         """Other ranks' experts get index -1, which counts as zero in ``combine``."""
@@ -24,4 +24,4 @@ class LocalExperts(TensorParallel):
         return Dispatched(rows_RH, counts_E, RoutedLocally(weights_TK, row_idx))
 
     def reduce(self, y_TH: torch.Tensor) -> torch.Tensor:
-        return self.slices.all_reduce(super().reduce(y_TH))
+        return self.ep.all_reduce(y_TH)

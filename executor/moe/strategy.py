@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from executor.batch import Batch, Phase
+from executor.errors import UserError
 
 StrategyName = Literal["tp", "ep_local", "ep_allgather", "ep_double_routing", "ep_mc2"]
 
@@ -44,23 +45,53 @@ class Choice:
     reason: str
 
 
-def choose(phase: Phase, *, moe_ep: int, attn_dp: int, top_k: int, has_mc2: bool) -> Choice:
+def choose(
+    phase: Phase, *, sharded: bool, moe_ep: int, top_k: int, mc2_refusal: str | None, wanted: StrategyName | None
+) -> Choice:
     """The strategy of a phase.
 
-    Without expert parallelism every rank holds a slice of every expert: route, compute, all-reduce. With it, tokens
-    that are replicated (attention DP 1) need no exchange either: each rank computes its own experts' share. Tokens
-    that are not have to be exchanged. In decode the MC2 kernels do it inside one static graph. In prefill the volume
-    decides: gathering all tokens moves ``T * ep`` rows each way, sending each token to its experts ``T * top_k``.
+    Without expert parallelism every rank holds a slice of every expert: route, compute, reduce. With it, tokens that
+    are replicated need no exchange either: each rank computes its own experts' share. Sharded tokens have to be
+    exchanged. In decode the MC2 kernels do it in one static graph, where they exist and their limits allow. Else the
+    volume decides: a rank that gathers T tokens from each of ``ep`` ranks, and scatters as many sums, moves
+    ``T * (ep - 1)`` rows each way; one that sends each token to its experts ``T * top_k * (ep - 1) / ep``, on average.
+
+    Args:
+        sharded: each rank has tokens of its own in this phase.
+        mc2_refusal: why the MC2 kernels cannot be used; None: they can.
+        wanted: what the recipe asks for; None: the choice is free.
+    Raises:
+        UserError: ``wanted`` cannot work in this layout.
     """
     if moe_ep == 1:
-        return Choice("tp", "moe_ep_size=1: each rank holds a slice of every expert, one all-reduce")
-    if attn_dp == 1:
-        return Choice("ep_local", "tokens are replicated (attn_dp 1): no dispatch, one all-reduce")
-    if phase == "decode" and has_mc2:
-        return Choice("ep_mc2", "attn_dp > 1: dispatch and combine kernels keep the shapes static")
-    if top_k > moe_ep or phase == "decode":
-        why = f"top_k={top_k} > moe_ep_size={moe_ep}" if phase == "prefill" else "no MC2 kernels on this platform"
-        return Choice("ep_allgather", f"{why}: all-gather and reduce-scatter move less, and shapes stay static")
-    return Choice(
-        "ep_double_routing", f"top_k={top_k} <= moe_ep_size={moe_ep}: sending tokens to their experts moves less"
+        legal = {"tp": "moe_ep_size=1: each rank holds a slice of every expert"}
+    elif not sharded:
+        legal = {"ep_local": "tokens are replicated: each rank computes its own experts' share, nothing is exchanged"}
+    else:
+        legal = _exchanges(phase, moe_ep, top_k, mc2_refusal)
+    if wanted is None:
+        strategy, reason = next(iter(legal.items()))
+        return Choice(strategy, reason)  # type: ignore[arg-type]
+    if wanted in legal:
+        return Choice(wanted, f"parallel_config.moe_{phase}_strategy")
+    why = f" ({mc2_refusal})" if wanted == "ep_mc2" and phase == "decode" and mc2_refusal else ""
+    raise UserError(
+        f"parallel_config.moe_{phase}_strategy={wanted} cannot work in this layout{why}: tokens are "
+        f"{'sharded' if sharded else 'replicated'} in {phase} and moe_ep_size={moe_ep}; legal: {', '.join(legal)}"
     )
+
+
+def _exchanges(phase: Phase, moe_ep: int, top_k: int, mc2_refusal: str | None) -> dict[str, str]:
+    """Strategies that exchange tokens, the best first, each with what speaks for it."""
+    gather = "all-gather and reduce-scatter move"
+    if top_k > moe_ep:
+        why = f"top_k={top_k} > moe_ep_size={moe_ep}"
+        volume = {"ep_allgather": f"{why}: {gather} less", "ep_double_routing": "sends each token to its experts"}
+    else:
+        why = f"top_k={top_k} <= moe_ep_size={moe_ep}"
+        volume = {"ep_double_routing": f"{why}: tokens sent to their experts move less", "ep_allgather": gather}
+    if phase == "prefill":
+        return volume
+    static = f"shapes do not depend on the routing; not ep_mc2: {mc2_refusal}"
+    eager = {"ep_allgather": static, "ep_double_routing": volume["ep_double_routing"]}
+    return {"ep_mc2": "dispatch and combine kernels, one static graph", **eager} if mc2_refusal is None else eager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every rank holds a slice of every expert: no exchange of tokens, one all-reduce of the result."""
+"""Every rank holds a slice of every expert: nothing to exchange between experts."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,6 @@ import torch
 from executor.batch import Batch
 from executor.moe.strategy import Dispatched
 from executor.ops.moe import finalize_routing, init_routing
-from executor.parallel.groups import Group
 
 
 @dataclass(frozen=True)
@@ -20,9 +19,8 @@ class RoutedLocally:
 class TensorParallel:
     capturable = True
 
-    def __init__(self, num_experts: int, group: Group) -> None:
+    def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
-        self.group = group
 
     def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, batch: Batch) -> Dispatched:
         rows_RH, row_idx, counts_E = init_routing(x_TH, ids_TK, self.num_experts, (0, self.num_experts))
@@ -32,4 +30,4 @@ class TensorParallel:
         return finalize_routing(y_RH, state.weights_TK, state.row_idx)
 
     def reduce(self, y_TH: torch.Tensor) -> torch.Tensor:
-        return self.group.all_reduce(y_TH)
+        return y_TH

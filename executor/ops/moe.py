@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our calls of the MoE routing operators: pick experts, sort token copies by expert, sum them back.
+"""Our calls of the MoE operators: pick experts, sort token copies by expert, bring rows to experts on other ranks, sum
+them back.
 
 The row family (v2) is what the model runs; the column family is the older chain of operators with the same
 meaning. ``row_idx`` is only valid with the finalize call of its own family: the other one gives wrong sums
 without an error.
 
-Shape letters: T tokens, H hidden size, E experts, K experts per token, R = T*K expanded rows.
+Shape letters: T tokens, H hidden size, E experts, K experts per token, R = T*K expanded rows. Between ranks: N ranks,
+L experts of one rank, A the most rows that can arrive at one.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +22,8 @@ NO_QUANT = -1  # quant_mode
 SRC_TO_DST = 0  # row_idx_type: the position of each copy, -1 outside the expert range
 COLUMN_FAMILY = 0  # drop_pad_mode of finalize routing: copy (token i, slot j) is number j*T + i
 ROW_FAMILY = 2  # drop_pad_mode of finalize routing: copy (token i, slot j) is number i*K + j
+GATHER = 0  # idx_type of re-routing: where each row came from
+NO_SHARED_EXPERTS = 0  # shared_expert_num: the schema's default is 1
 
 
 def gate_topk(logits_TE: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -97,4 +103,93 @@ def _finalize(rows_RH: Tensor, weights_TK: Tensor, row_idx: Tensor, drop_pad_mod
     weights_TK = weights_TK.to(rows_RH.dtype)
     return torch.ops.npu.npu_moe_finalize_routing(
         rows_RH, None, None, None, weights_TK, row_idx, None, drop_pad_mode=drop_pad_mode
+    )
+
+
+def re_routing(rows_AH: Tensor, counts_NL: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows that an all-to-all brought, sorted by (source rank, expert), into the order (expert, source rank).
+
+    ``counts_NL`` int64: how many rows each rank sent for each expert, A in all. Returns the rows, ``source`` int32
+    ``[A]``, the place that each of them had before, for :func:`undo_re_routing`, and the counts per expert int64
+    ``[L]``.
+    """
+    sorted_AH, _, source, counts_L = torch.ops.npu.npu_moe_re_routing(
+        rows_AH, counts_NL, expert_token_num_type=COUNTS, idx_type=GATHER
+    )
+    return sorted_AH, source, counts_L
+
+
+def undo_re_routing(rows_AH: Tensor, source: Tensor) -> Tensor:
+    """Rows in expert order back to their places before :func:`re_routing`."""
+    return torch.empty_like(rows_AH).index_copy_(0, source.long(), rows_AH)
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """Between whom the fused kernels exchange rows: rank r of ``size`` has the r-th ``num_experts / size`` experts.
+
+    ``group`` is the communicator's name, and no other operator may use that communicator; ``tokens`` is how many each
+    rank has, the same for all.
+    """
+
+    group: str
+    size: int
+    rank: int
+    num_experts: int
+    tokens: int
+
+    def positional(self) -> tuple[str, int, int, int]:
+        return self.group, self.size, self.rank, self.num_experts
+
+    def keywords(self) -> dict[str, int]:
+        return {"shared_expert_num": NO_SHARED_EXPERTS, "global_bs": self.size * self.tokens}
+
+
+@dataclass(frozen=True)
+class Route:
+    """What dispatch tells combine. The contents depend on the product: only to be handed on."""
+
+    assist: Tensor
+    counts: Tensor
+    weights: Tensor | None
+
+
+def distribute_dispatch(
+    x_TH: Tensor, ids_TK: Tensor, active_T: Tensor, ranks: ExpertRanks, weights_TK: Tensor | None = None
+) -> tuple[Tensor, Tensor, Route]:
+    """Send each active token to the ranks of its experts: bool ``active_T`` has the true ones first.
+
+    ``weights_TK`` travel along where the kernels want them to (A2), else None. Returns the rows that arrived, in expert
+    order, ``[A, H]`` with ``A = N * T * min(L, K)`` (the first ``counts.sum()`` rows; the rest is undefined), the
+    counts int64 ``[L]``, and what :func:`distribute_combine` needs.
+    """
+    rows_AH, _, assist, counts_L, recv_counts, _, expand_weights = torch.ops.npu.npu_moe_distribute_dispatch_v2(
+        x_TH,
+        ids_TK,
+        *ranks.positional(),
+        x_active_mask=active_T,
+        expert_scales=None if weights_TK is None else weights_TK.float(),
+        expert_token_nums_type=COUNTS,
+        **ranks.keywords(),
+    )
+    return rows_AH, counts_L, Route(assist, recv_counts, None if weights_TK is None else expand_weights)
+
+
+def distribute_combine(
+    rows_AH: Tensor, ids_TK: Tensor, weights_TK: Tensor, active_T: Tensor, ranks: ExpertRanks, route: Route
+) -> Tensor:
+    """Bring the rows of :func:`distribute_dispatch` back: each token's weighted sum ``[T, H]`` in their dtype, zero for
+    tokens that are not active. The other arguments are those of the dispatch."""
+    # the kernel takes the weights in fp32 whatever the rows are; only the reference has fp64
+    weights_TK = weights_TK if rows_AH.dtype == torch.float64 else weights_TK.float()
+    return torch.ops.npu.npu_moe_distribute_combine_v2(
+        rows_AH,
+        ids_TK,
+        route.assist,
+        route.counts,
+        weights_TK,
+        *ranks.positional(),
+        x_active_mask=active_T,
+        expand_scales=route.weights,
+        **ranks.keywords(),
     )

@@ -11,6 +11,14 @@ from dataclasses import dataclass, fields, replace
 import torch
 import torch.distributed as dist
 
+from executor.platform import npu
+
+NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)  # travel as bytes: gloo refuses these types
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if x.dtype in NARROW else x
+
 
 @dataclass(frozen=True)
 class Group:
@@ -29,6 +37,11 @@ class Group:
             raise RuntimeError(f"group {self.name} of size {self.size} is for planning: it has no processes behind it")
         return self.handle
 
+    @property
+    def hccl_name(self) -> str:
+        """What a fused communication operator calls this group: its HCCL communicator, on a CPU its gloo group."""
+        return npu.communicator_name(self._connected(), self.rank) if self.size > 1 else ""
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; returns ``x``."""
         if self.size > 1:
@@ -40,19 +53,40 @@ class Group:
         if self.size == 1:
             return x
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
-        dist.all_gather_single(out, x.contiguous(), group=self._connected())
+        dist.all_gather_single(_as_bytes(out), _as_bytes(x.contiguous()), group=self._connected())
+        return out
+
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks' ``[size * n, ...]``, of which each keeps its own ``[n, ...]``."""
+        if self.size == 1:
+            return x
+        out = x.new_empty((x.shape[0] // self.size, *x.shape[1:]))
+        dist.reduce_scatter_single(out, x.contiguous(), group=self._connected())
+        return out
+
+    def all_to_all(
+        self, x: torch.Tensor, send: list[int] | None = None, receive: list[int] | None = None
+    ) -> torch.Tensor:
+        """Rows of ``x`` to their ranks: ``send[r]`` rows go to rank ``r``, ``receive[r]`` come from it, in rank order.
+        Without counts all parts are equally long."""
+        if self.size == 1:
+            return x
+        out = x.new_empty((x.shape[0] if receive is None else sum(receive), *x.shape[1:]))
+        dist.all_to_all_single(_as_bytes(out), _as_bytes(x.contiguous()), receive, send, group=self._connected())
         return out
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Every group a rank belongs to, by what it splits."""
+    """Every group a rank belongs to, by what it splits. ``moe_ep_mc2`` has the ranks of ``moe_ep`` and a communicator
+    of its own: the MC2 kernels allow no other operator in theirs."""
 
     attn_tp: Group
     attn_dp: Group
     dense_tp: Group
     moe_tp: Group
     moe_ep: Group
+    moe_ep_mc2: Group
     embed_tp: Group
     lmhead_tp: Group
 
@@ -61,14 +95,16 @@ class Groups:
 
 
 NAMES = tuple(f.name for f in fields(Groups))
+_communicators: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 def _ranks(sizes: Mapping[str, int], name: str, rank: int) -> tuple[int, ...]:
     """The ranks of the group ``name`` that ``rank`` belongs to, in their order in it: tensor-parallel ranks are
     neighbours; DP and EP stride over the tensor-parallel group inside them."""
-    stride = {"attn_dp": sizes["attn_tp"], "moe_ep": sizes["moe_tp"]}.get(name, 1)
-    first = rank - rank // stride % sizes[name] * stride
-    return tuple(range(first, first + sizes[name] * stride, stride))
+    stride = {"attn_dp": "attn_tp", "moe_ep": "moe_tp", "moe_ep_mc2": "moe_tp"}.get(name)
+    step = sizes[stride] if stride else 1
+    first = rank - rank // step % sizes[name] * step
+    return tuple(range(first, first + sizes[name] * step, step))
 
 
 def planned_groups(rank: int = 0, **sizes: int) -> Groups:
@@ -79,16 +115,24 @@ def planned_groups(rank: int = 0, **sizes: int) -> Groups:
 
 def connected_groups(**sizes: int) -> Groups:
     """The groups of this process, with processes behind them. ``torch.distributed`` is initialised; every rank calls
-    this with the same sizes, and all ranks create all groups in the same order, as the library demands. Two groups of
-    the same ranks share one communicator."""
+    this with the same sizes, and all ranks create all groups in the same order, as the library demands. Groups of the
+    same ranks and the same purpose share one communicator, also with those of an earlier call."""
     me = dist.get_rank()
     planned = planned_groups(me, **sizes)
     table, handles = planned.sizes(), {}
     for name in NAMES:
+        purpose = npu.purpose(name)
         for rank in range(dist.get_world_size()):
-            ranks = _ranks(table, name, rank)
-            if len(ranks) > 1 and ranks not in handles:
-                handles[ranks] = dist.new_group(ranks)
-    return Groups(
-        **{name: replace(getattr(planned, name), handle=handles.get(_ranks(table, name, me))) for name in NAMES}
-    )
+            key = (purpose, _ranks(table, name, rank))
+            if len(key[1]) == 1:
+                continue
+            if key not in _communicators:
+                _communicators[key] = dist.new_group(key[1], pg_options=npu.group_options(purpose))
+            if me in key[1]:
+                handles[name] = _communicators[key]
+    return Groups(**{name: replace(getattr(planned, name), handle=handles.get(name)) for name in NAMES})
+
+
+def forget_communicators() -> None:
+    """After torch.distributed was shut down, none of its groups is of use any more."""
+    _communicators.clear()

@@ -6,6 +6,8 @@ import os
 import torch
 import torch.distributed as dist
 
+from executor.parallel.groups import Group, forget_communicators
+
 
 def rank() -> int:
     """This process's number among those that torchrun started; 0 when it started none."""
@@ -26,13 +28,32 @@ def join(device_type: str) -> None:
 def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_communicators()
 
 
-def agree(ids: list[int], device: torch.device) -> list[int]:
-    """Rank 0's ``ids`` on every rank. All ranks give as many. Chosen tokens pass through here, so that no seed, clock
-    or rounding of one rank can make its text another one's."""
-    if not dist.is_initialized() or not ids:
+def share(ids: list[int], group: Group) -> list[int]:
+    """``ids`` of the group's first rank on all its ranks; all give as many. Chosen tokens pass through here, so that no
+    seed, clock or rounding of one rank can make its text another one's."""
+    if group.size == 1 or not ids:
         return ids
-    tensor = torch.tensor(ids, dtype=torch.int64, device=device)
-    dist.broadcast(tensor, 0)
+    tensor = torch.tensor(ids, dtype=torch.int64)
+    dist.broadcast(tensor, group=group.handle, group_src=0)
     return [int(i) for i in tensor.tolist()]
+
+
+def largest(values: list[int], group: Group) -> list[int]:
+    """The largest of each value over the group; all ranks give as many."""
+    if group.size == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group.handle)
+    return [int(v) for v in tensor.tolist()]
+
+
+def collect(text: str, group: Group) -> list[str]:
+    """Each rank's ``text``, in rank order, on every rank of the group."""
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    (most,) = largest([len(data)], group)
+    lengths = group.all_gather(torch.tensor([len(data)]))
+    rows = group.all_gather(torch.nn.functional.pad(data, (0, most - len(data))).unsqueeze(0))
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist())]

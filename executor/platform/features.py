@@ -21,7 +21,6 @@ class Features:
         memory_source: where that number comes from.
         float_types: dtypes that the operators accept.
         out_in_order: matrices are stored ``[out, in]`` (see ``storage.py``).
-        has_mc2: MoE dispatch and combine kernels exist.
     """
 
     name: str
@@ -31,10 +30,9 @@ class Features:
     memory_source: str
     float_types: tuple[str, ...]
     out_in_order: bool
-    has_mc2: bool
 
 
-def _npu(name: Product, gib: int, source: str, *, has_mc2: bool) -> Features:
+def _npu(name: Product, gib: int, source: str) -> Features:
     return Features(
         name=name,
         device_type="npu",
@@ -43,15 +41,14 @@ def _npu(name: Product, gib: int, source: str, *, has_mc2: bool) -> Features:
         memory_source=source,
         float_types=("bfloat16", "float16"),
         out_in_order=False,
-        has_mc2=has_mc2,
     )
 
 
 # Memory: nominal figures; what the runtime leaves usable is a little less, which mem_fraction_static allows for.
 NPU = {
-    "a2": _npu("a2", 64, "Atlas A2: 64 GiB per NPU, nominal", has_mc2=True),
-    "a3": _npu("a3", 64, "Atlas A3: 64 GiB per die, nominal", has_mc2=True),
-    "950": _npu("950", 104, "Ascend 950PR: 112 GB (104 GiB) of the PCIe card, nominal", has_mc2=False),
+    "a2": _npu("a2", 64, "Atlas A2: 64 GiB per NPU, nominal"),
+    "a3": _npu("a3", 64, "Atlas A3: 64 GiB per die, nominal"),
+    "950": _npu("950", 104, "Ascend 950PR: 112 GB (104 GiB) of the PCIe card, nominal"),
 }
 
 
@@ -78,5 +75,4 @@ def cpu() -> Features:
         memory_source=source,
         float_types=("bfloat16", "float16", "float32", "float64"),
         out_in_order=True,
-        has_mc2=True,
     )

@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+from typing import Any
 
 
 def load_torch_npu() -> bool:
@@ -40,3 +41,18 @@ def detect() -> str | None:
         if name.startswith(prefix):
             return product
     raise RuntimeError(f"unknown NPU {name!r}: set model_config.platform_version to a2, a3 or 950")
+
+
+def purpose(group_name: str) -> str:
+    """Which groups may share a communicator: those of one purpose. The MC2 kernels need one to themselves."""
+    return "mc2" if group_name == "moe_ep_mc2" else "layers"
+
+
+def group_options(purpose: str) -> Any:
+    """What to create a communicator of ``purpose`` with; None where there is no card."""
+    return None
+
+
+def communicator_name(process_group: Any, rank: int) -> str:
+    """The name by which a fused communication operator finds ``process_group``."""
+    return str(process_group.group_name)

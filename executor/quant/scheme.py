@@ -24,6 +24,9 @@ class LinearScheme(Protocol):
         """Where ``name``'s tensors come from: ``rows`` of the layer's outputs hold ``index`` of the ``[out, in]``
         matrix of ``shape`` on disk."""
 
+    def borrow(self, layer: nn.Module, whole: nn.Module, inputs: slice) -> None:
+        """Give up the memory that ``declare`` made for ``layer`` and use ``inputs`` of ``whole``'s instead."""
+
     def finalize(self, layer: nn.Module) -> None:
         """Bring loaded weights into the form that ``apply`` reads. Called once, before the first step."""
 

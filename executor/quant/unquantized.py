@@ -22,6 +22,11 @@ class UnquantizedLinear:
         weight = layer.get_parameter("weight")
         yield f"{name}.weight", Slot(weight, weight.data.t()[rows], shape, index)
 
+    def borrow(self, layer: nn.Module, whole: nn.Module, inputs: slice) -> None:
+        shared = whole.get_parameter("weight").data[inputs]
+        del layer.weight  # no parameter of its own any more: rows of the other's
+        layer.weight = shared
+
     def finalize(self, layer: nn.Module) -> None:
         """Nothing to do: weights are used as they are loaded."""
 

@@ -8,7 +8,7 @@ import pytest
 
 from executor.config import RunConfig
 from executor.errors import UserError
-from executor.memory import plan_blocks, reference_workspace_bytes, workspace_bytes
+from executor.memory import feed_forward_rows, plan_blocks, reference_workspace_bytes, workspace_bytes
 from executor.model_config import read_config_json
 from executor.model_runner import plan_run
 from executor.moe.strategy import choose
@@ -20,28 +20,8 @@ def plan(*overrides, recipe="qwen3_moe_a3_tp8"):
     return plan_run(RunConfig.load(f"configs/{recipe}.yaml", overrides))[1]
 
 
-@pytest.mark.parametrize("name", ["dense_tp", "embed_tp", "lmhead_tp"])
-def test_sums_over_ranks_with_different_tokens_are_refused(name):
-    """attn_tp 2 of 8 ranks: four groups with tokens of their own, which no all-reduce may add up."""
-    sizes = {"attn_tp": 2, "dense_tp": 2, "embed_tp": 2, "lmhead_tp": 2}
-    legal = [f"parallel_config.{key}_size={size}" for key, size in sizes.items()]
-    legal += [
-        "scheduler_config.mem_fraction_static=1.0",
-        "parallel_config.moe_tp_size=1",
-        "parallel_config.moe_ep_size=8",
-        "scheduler_config.batch_size=8",
-    ]
-    assert plan(*legal).blueprint.groups.attn_dp.size == 4
-    with pytest.raises(UserError, match=rf"{name}_size=4 reaches over attn_dp_size=4 .* at most attn_tp_size=2"):
-        plan(*legal, f"parallel_config.{name}_size=4")
-    with pytest.raises(UserError, match=r"moe_tp_size=8 reaches over attn_dp_size=4"):
-        plan(*legal, "parallel_config.moe_tp_size=8", "parallel_config.moe_ep_size=1")
-
-
-def test_experts_are_dealt_out_once():
-    with pytest.raises(UserError, match=r"moe_tp_size=8 \* moe_ep_size=2 must equal .*world_size=8; .* moe_tp_size=4$"):
-        plan("parallel_config.moe_ep_size=2")
-    assert plan(recipe="qwen3_dense_8b_a3_tp2").blueprint.groups.moe_tp.size == 1  # a dense model has no such rule
+def test_a_dense_model_has_no_rule_about_experts():
+    assert plan(recipe="qwen3_dense_8b_a3_tp2").blueprint.groups.moe_tp.size == 1
 
 
 def test_cache_holds_at_least_one_sequence_of_full_length_or_the_plan_refuses():
@@ -64,33 +44,82 @@ def test_blocks_shrink_with_memory_but_not_below_one_sequence():
 
 
 def test_workspace_grows_with_tokens_and_shrinks_with_ranks():
-    config = plan().config
-    one, eight = planned_groups(), planned_groups(attn_tp=8, moe_tp=8, dense_tp=8)
-    assert workspace_bytes(config, one, 2000, 2) == 2 * workspace_bytes(config, one, 1000, 2)
-    assert workspace_bytes(config, eight, 1000, 2) < workspace_bytes(config, one, 1000, 2)
+    eight = plan().blueprint
+    one = dataclasses.replace(eight, groups=planned_groups())
+    assert workspace_bytes(one, "prefill", 2000) == 2 * workspace_bytes(one, "prefill", 1000)
+    assert workspace_bytes(eight, "prefill", 1000) < workspace_bytes(one, "prefill", 1000)
     # T rows of K experts in and out, gate|up and product, and two hidden states, in bf16
-    assert workspace_bytes(config, eight, 1, 2) == 2 * (2 * 4096 + 8 * (2 * 4096 + 3 * 1536 // 8))
+    assert workspace_bytes(eight, "decode", 1) == 2 * (2 * 4096 + 8 * (2 * 4096 + 3 * 1536 // 8))
     # scores of 128 queries and their softmax in float32, over 64 heads
-    assert reference_workspace_bytes(config, one, 128, 10**6) == 2 * 4 * 128 * 64 * 10**6
+    long = dataclasses.replace(one, max_positions=10**6)
+    assert reference_workspace_bytes(long, "prefill", 128) == 2 * 4 * 128 * 64 * 10**6
 
 
 @pytest.mark.parametrize(
-    ("phase", "ep", "dp", "top_k", "mc2", "expected"),
+    ("strategy", "expected"),
     [
-        ("prefill", 1, 1, 8, True, "tp"),
-        ("decode", 1, 1, 8, True, "tp"),
-        ("decode", 8, 1, 8, True, "ep_local"),
-        ("prefill", 8, 1, 8, True, "ep_local"),
-        ("decode", 8, 4, 8, True, "ep_mc2"),
-        ("decode", 8, 4, 8, False, "ep_allgather"),
-        ("prefill", 4, 2, 8, True, "ep_allgather"),
-        ("prefill", 16, 16, 8, True, "ep_double_routing"),
+        ("ep_allgather", 100 * 16 * 8),  # every rank routes the tokens of all, and the operator has room for every copy
+        ("ep_double_routing", 100 * 8),
+        ("ep_mc2", 100 * 16 * 8),  # room for all tokens of all ranks, each at 8 of the 8 local experts
     ],
 )
-def test_moe_strategy_of_a_phase(phase, ep, dp, top_k, mc2, expected):
-    choice = choose(phase, moe_ep=ep, attn_dp=dp, top_k=top_k, has_mc2=mc2)
+def test_rows_at_the_experts_of_one_rank(strategy, expected):
+    blueprint = dataclasses.replace(plan(recipe="qwen3_moe_a3_ep16").blueprint, moe_strategies={"decode": strategy})
+    assert feed_forward_rows(blueprint, "decode", 100)[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("phase", "ep", "sharded", "top_k", "mc2", "expected"),
+    [
+        ("prefill", 1, False, 8, True, "tp"),
+        ("decode", 1, True, 8, True, "tp"),
+        ("decode", 8, False, 8, True, "ep_local"),
+        ("prefill", 8, False, 8, True, "ep_local"),
+        ("decode", 8, True, 8, True, "ep_mc2"),
+        ("decode", 8, True, 8, False, "ep_allgather"),
+        ("prefill", 4, True, 8, True, "ep_allgather"),
+        ("prefill", 16, True, 8, True, "ep_double_routing"),
+    ],
+)
+def test_moe_strategy_of_a_phase(phase, ep, sharded, top_k, mc2, expected):
+    facts = dict(sharded=sharded, moe_ep=ep, top_k=top_k, mc2_refusal=None if mc2 else "there are none")
+    choice = choose(phase, **facts, wanted=None)
     assert choice.strategy == expected
     assert choice.reason
+    assert choose(phase, **facts, wanted=expected).strategy == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("moe_prefill_strategy=ep_allgather", r"tokens are replicated in prefill and moe_ep_size=1; legal: tp$"),
+        ("moe_decode_strategy=ep_local", r"moe_decode_strategy=ep_local cannot work .* legal: tp$"),
+        ("attn_tp_size=3", r"attn_tp_size=3 does not divide parallel_config.world_size=8; legal: 1, 2, 4, 8"),
+        ("moe_ep_size=2", r"moe_tp_size=8 \* moe_ep_size=2 must equal world_size=8; legal .*: 8 \* 1, 4 \* 2, 2 \* 4"),
+    ],
+)
+def test_layouts_that_cannot_work_are_refused_with_the_legal_ones(setting, message):
+    with pytest.raises(UserError, match=message):
+        plan(f"parallel_config.{setting}")
+
+
+def test_sizes_that_do_not_fit_the_model_are_refused_with_those_that_do():
+    sizes = [f"parallel_config.{s}" for s in ("world_size=24", "attn_tp_size=24", "moe_tp_size=24")]
+    with pytest.raises(
+        UserError,
+        match=r"attn_tp_size=24 does not fit num_attention_heads=64 and num_key_value_heads=4 of this model; "
+        r"legal with world_size=24: 1, 2, 4, 8$",
+    ):
+        plan(*sizes)
+
+
+def test_mc2_is_refused_with_the_limit_that_it_breaks():
+    """The widest step of a rank may be larger than the kernels take; asked for by name, that is an error."""
+    wide = ("scheduler_config.batch_size=16384", "scheduler_config.max_prefill_tokens=2048")
+    chosen = plan(*wide, "scheduler_config.num_blocks=100", recipe="qwen3_moe_a3_ep16")
+    assert chosen.blueprint.moe_strategies["decode"] == "ep_allgather"
+    with pytest.raises(UserError, match=r"moe_decode_strategy=ep_mc2 cannot work in this layout \(.*512"):
+        plan(*wide, "parallel_config.moe_decode_strategy=ep_mc2", recipe="qwen3_moe_a3_ep16")
 
 
 def test_a_plan_of_a_huge_context_allocates_nothing():
@@ -116,10 +145,9 @@ def test_a_pool_of_scratch_blocks_alone_is_refused():
 
 
 def test_not_everything_that_is_planned_can_run():
-    plans = (plan(), plan(recipe="qwen3_moe_a3_ep16"))
-    tp8, ep16 = ([d.value for d in p.decisions if d.what == "not built yet"] for p in plans)
-    assert tp8 == ["model_config.exe_mode=ge_graph"]
-    assert ep16[0].startswith("attention data parallelism, parallel_config.attn_tp_size=1 of 16 ranks")
+    for recipe in ("qwen3_moe_a3_tp8", "qwen3_moe_a3_ep16"):
+        found = [d.value for d in plan(recipe=recipe).decisions if d.what == "not built yet"]
+        assert found == ["model_config.exe_mode=ge_graph"]
 
 
 def test_shapes_are_read_from_the_shipped_config():

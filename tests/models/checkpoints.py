@@ -127,24 +127,32 @@ def prefill_logits(made: ModelRunner, prompts: list[list[int]]) -> torch.Tensor:
     return made.step(batch)
 
 
-def step_by_step(made: ModelRunner, prompts: list[list[int]], decode_steps: int = 5):
-    """Feed ``prompts`` in a first chunk, a second chunk and ``decode_steps`` single tokens; yields for each step the
-    positions (one per prompt) that its logits belong to, and the logits."""
-    size = made.plan.block_size
+def step_by_step(made: ModelRunner, prompts: list[list[int]], decode_steps: int = 5, chunks: int = 2):
+    """Feed all but the last ``decode_steps`` tokens of ``prompts`` in one or two chunks, then single tokens; yields for
+    each step the positions (one per prompt) that its logits belong to, and the logits. Attention groups take the
+    prompts in turn and get the logits of their own."""
+    size, group = made.plan.block_size, made.groups.attn_dp
     blocks = list(range(made.plan.memory.num_blocks - 1, 0, -1))
-    owned = [[blocks.pop(0) for _ in range(-(-len(p) // size))] for p in prompts]
+    mine = range(group.rank, len(prompts), group.size)
+    owned = {i: [blocks.pop(0) for _ in range(-(-len(prompts[i]) // size))] for i in mine}
+    lengths = [len(prompt) - decode_steps for prompt in prompts]
+    plan = [("prefill", [n // 2 for n in lengths])] if chunks == 2 else []
+    plan += [("prefill", lengths)] + [("decode", [n + i for n in lengths]) for i in range(1, decode_steps + 1)]
     done = [0] * len(prompts)
-    for step in range(2 + decode_steps):
-        spans = []
-        for i, prompt in enumerate(prompts):
-            rest = len(prompt) - decode_steps
-            end = (rest // 2, rest)[step] if step < 2 else done[i] + 1
-            spans.append(Span(prompt[done[i] : end], done[i], owned[i]))
-            done[i] = end
-        phase = "prefill" if step < 2 else "decode"
-        mask = made.causal_mask if phase == "prefill" else None
-        batch = build_batch(phase, spans, block_size=size, max_blocks=made.plan.max_blocks, causal_mask=mask)
-        yield [d - 1 for d in done], made.step(batch)
+    for phase, ends in plan:
+        counts = [end - start for start, end in zip(done, ends)]
+        spans = [Span(prompts[i][done[i] : ends[i]], done[i], owned[i]) for i in mine]
+        batch = build_batch(
+            phase,
+            spans,
+            block_size=size,
+            max_blocks=made.plan.max_blocks,
+            causal_mask=made.causal_mask if phase == "prefill" else None,
+            most_tokens=max(sum(counts[r :: group.size]) for r in range(group.size)),
+            num_rows=-(-len(prompts) // group.size),
+        )
+        done = ends
+        yield [done[i] - 1 for i in mine], made.step(batch)[: len(mine)]
 
 
 def random_prompts(lengths: list[int], vocab: int = 96, seed: int = 0) -> list[list[int]]:

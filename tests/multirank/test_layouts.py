@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every layout of the two tiny models that can run gives the logits and tokens of one rank.
+"""Every legal layout of the two tiny models gives the logits and tokens of one rank.
 
-Layouts with attention data parallelism (attn_tp_size below world_size) are not built yet and not among them.
+A layout is a product of group sizes, whether prefill is sequence parallel, and which strategies exchange tokens.
 """
 
 import itertools
@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from executor.generation import generate
+from executor.legal_layouts import legal_layouts
 from executor.model_runner import plan_run
 from executor.sampler import SamplingParams
 from executor.scheduler import Request
@@ -18,22 +20,41 @@ from tests.models import checkpoints as ck
 from tests.multirank.ranks import run
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = ck.random_prompts([17, 6, 40, 23], vocab=100)
+PROMPTS = ck.random_prompts([17, 6, 40, 23, 7, 12, 31, 9], vocab=100)
 ASKED = ck.random_prompts([3, 19, 8, 1, 30], vocab=100, seed=3)
 FP32 = 1e-4  # partial sums of the ranks are added in another order
+EXCHANGES = ("ep_allgather", "ep_double_routing")
 
 
-def layouts(kind: str, world: int) -> list[dict[str, int]]:
-    """Every product of group sizes with attention TP over all ranks."""
-    divisors = [n for n in (1, 2, 4, 8) if world % n == 0]
+def config_of(kind: str, world: int, layout: dict):
+    parallel = {f"parallel__{key}": value for key, value in layout.items()}
+    folder = ROOT / f"assets/qwen3_{kind}_tiny"
+    return ck.run_config(
+        folder, parallel__world_size=world, scheduler__max_seq_len=96, scheduler__batch_size=8, **parallel
+    )
+
+
+def variants(layout: dict, world: int) -> list[dict]:
+    """What can be chosen once the sizes are."""
     found = []
-    for embed, head, other in itertools.product(divisors, divisors, divisors):
-        split = {"moe_tp_size": other, "moe_ep_size": world // other} if kind == "moe" else {"dense_tp_size": other}
-        found.append({"attn_tp_size": world, "embed_tp_size": embed, "lmhead_tp_size": head, **split})
+    for sequence_parallel in (False, True)[: 1 + (layout["attn_tp_size"] > 1)]:
+        sharded, several = layout["attn_tp_size"] < world, layout.get("moe_ep_size", 1) > 1
+        prefill = EXCHANGES if several and (sharded or sequence_parallel) else (None,)
+        mc2 = ("ep_mc2",) * (layout.get("moe_tp_size") == 1)
+        decode = (*mc2, *EXCHANGES) if several and sharded else (None,)
+        for first, then in itertools.product(prefill, decode):
+            chosen = {"moe_prefill_strategy": first, "moe_decode_strategy": then}
+            found.append({"sequence_parallel_prefill": sequence_parallel, **(chosen if several else {})})
     return found
 
 
-def pairwise(every: list[dict[str, int]]) -> list[dict[str, int]]:
+def layouts(kind: str, world: int) -> list[list[dict]]:
+    """For every legal product of sizes, all layouts that have it."""
+    _, plan = plan_run(config_of(kind, 1, {}))
+    return [[{**sizes, **v} for v in variants(sizes, world)] for sizes in legal_layouts(plan.config, world)]
+
+
+def pairwise(every: list[dict]) -> list[dict]:
     """A greedy selection in which each pair of values of two keys that occurs at all occurs at least once."""
 
     def pairs(layout):
@@ -47,36 +68,36 @@ def pairwise(every: list[dict[str, int]]) -> list[dict[str, int]]:
     return chosen
 
 
-def made(kind: str, world: int, layout: dict[str, int]):
-    parallel = {f"parallel__{key}": value for key, value in layout.items()}
-    folder = ROOT / f"assets/qwen3_{kind}_tiny"
-    config = ck.run_config(folder, parallel__world_size=world, scheduler__max_seq_len=96, **parallel)
-    runner_kind, plan = plan_run(config)
-    runner = runner_kind(plan)
-    runner.load_weights()
-    return runner
-
-
-def observe(kind: str, world: int, several: list[dict[str, int]]) -> list[dict]:
+def observe(kind: str, world: int, several: list[dict]) -> list[dict]:
     """What a rank sees of each layout: the logits of every step, and greedy and sampled tokens of a small run."""
     seen = []
     for layout in several:
-        runner = made(kind, world, layout)
-        steps = [logits for _, logits in ck.step_by_step(runner, PROMPTS)]
+        runner_kind, plan = plan_run(config_of(kind, world, layout))
+        runner = runner_kind(plan)
+        runner.load_weights()
+        own = [logits.clone() for _, logits in ck.step_by_step(runner, PROMPTS, decode_steps=3)]
         sampled = SamplingParams(temperature=1.0, seed=None)  # each rank would draw something else
         tokens = []
-        for sampling in (SamplingParams(), sampled):
-            requests = [Request(prompt=p, max_new_tokens=6, sampling=sampling) for p in ASKED]
+        for sampling, new in ((SamplingParams(), 6), (sampled, 2)):
+            requests = [Request(prompt=p, max_new_tokens=new, sampling=sampling) for p in ASKED]
             answers, _ = generate(runner, requests, vocab_limit=108, after_step=lambda s: s.check())
             tokens.append([answer.output for answer in answers])
-        ranks = [None] * world
+        steps, ranks = [own], [tokens]
         if world > 1:
-            torch.distributed.all_gather_object(ranks, tokens)
-        seen.append({"steps": steps, "greedy": tokens[0], "all_agree": all(t == tokens for t in ranks if t)})
+            ranks = [None] * world
+            dist.all_gather_object(ranks, tokens)
+        dp, tp = runner.groups.attn_dp.size, runner.groups.attn_tp.size
+        if dp > 1:
+            steps = [None] * world
+            dist.all_gather_object(steps, own)
+            steps = steps[::tp]
+        # attention groups took the prompts in turn
+        whole = [torch.stack(step, 1).flatten(0, 1) for step in zip(*steps)]
+        seen.append({"steps": whole, "greedy": tokens[0], "all_agree": all(t == tokens for t in ranks)})
     return seen
 
 
-def check(kind: str, world: int, several: list[dict[str, int]]) -> None:
+def check(kind: str, world: int, several: list[dict]) -> None:
     (alone,) = observe(kind, 1, [{}])
     for layout, seen in zip(several, run(world, observe, kind, world, several), strict=True):
         for got, expected in zip(seen["steps"], alone["steps"], strict=True):
@@ -89,11 +110,12 @@ def check(kind: str, world: int, several: list[dict[str, int]]) -> None:
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_layouts_equal_one_rank(kind, world):
-    check(kind, world, pairwise(layouts(kind, world)))
+    check(kind, world, pairwise([layout for same in layouts(kind, world) for layout in same]))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4, 8])
 @pytest.mark.parametrize("kind", ["moe", "dense"])
-def test_all_layouts_equal_one_rank(kind, world):
-    check(kind, world, layouts(kind, world))
+def test_all_products_of_sizes_equal_one_rank(kind, world):
+    """Each product of sizes with one of its variants, another one each time."""
+    check(kind, world, [same[i % len(same)] for i, same in enumerate(layouts(kind, world))])

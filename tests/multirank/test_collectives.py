@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layer communicates, counted by a spy, is what the table in docs/parallelism.md says: which collectives, over
+which groups, and how many elements a rank sends."""
+
+import re
+from fractions import Fraction
+
+from executor.batch import Span, build_batch
+from executor.layers.decoder import DecoderLayer
+from executor.moe import ep_mc2 as mc2
+from executor.parallel.groups import Group
+from tests.models import checkpoints as ck
+from tests.multirank.ranks import run
+from tests.multirank.test_layouts import ROOT
+
+WORLD, TOKENS = 4, 16  # so many that every share of tokens reaches all experts equally often
+ROW = re.compile(r"\| (.+) \| (both|prefill|decode) \| `(.+?)` \| (.*?) ?\| (.*?) ?\| `(.+?)` \|")
+
+
+def table() -> list[dict]:
+    """One row per layout and phase. Raises AttributeError for a line that is not understood."""
+    section = (ROOT / "docs/parallelism.md").read_text().split("## Collectives per layer")[1]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    rows = []
+    for line in lines[2:]:
+        name, phases, config, attention, feed_forward, elements = ROW.fullmatch(line).groups()
+        settings = dict(pair.split("=") for pair in config.split(", "))
+        for phase in ("prefill", "decode") if phases == "both" else (phases,):
+            rows.append(
+                {
+                    "name": f"{name}, {phase}",
+                    "phase": phase,
+                    "settings": settings,
+                    "attention": [word for word in attention.split(", ") if word],
+                    "feed-forward": [word for word in feed_forward.split(", ") if word],
+                    "elements": elements,
+                }
+            )
+    return rows
+
+
+class Spy:
+    """Wraps the collectives of every Group, and notes what is called inside which part of a layer."""
+
+    def __init__(self) -> None:
+        self.where = "outside"
+        self.calls: dict[str, list[str]] = {"attention": [], "feed-forward": [], "outside": []}
+        self.elements: dict[str, Fraction] = dict.fromkeys(self.calls, Fraction(0))
+        self.undo: list = []
+
+    def note(self, operation: str, group: str, elements: Fraction) -> None:
+        self.calls[self.where].append(f"{operation} {group}")
+        self.elements[self.where] += elements
+
+    def replace(self, owner, name: str, wrapper) -> None:
+        original = getattr(owner, name)
+        self.undo.append((owner, name, original))
+        setattr(owner, name, wrapper(original))
+
+    def __enter__(self):
+        def collective(operation: str, sent):
+            def wrapper(original):
+                def call(group, x, *counts):
+                    if group.size > 1:
+                        self.note(operation, group.name, sent(group, x, *counts))
+                    return original(group, x, *counts)
+
+                return call
+
+            return wrapper
+
+        def share(group, x):
+            return Fraction(x.numel() * (group.size - 1), group.size)
+
+        def to_others(group, x, send=None, receive=None):
+            if send is None:
+                return share(group, x)
+            return Fraction(sum(n for r, n in enumerate(send) if r != group.rank) * x[:1].numel())
+
+        self.replace(Group, "all_reduce", collective("all_reduce", lambda group, x: 2 * share(group, x)))
+        self.replace(
+            Group, "all_gather", collective("all_gather", lambda group, x: Fraction(x.numel() * (group.size - 1)))
+        )
+        self.replace(Group, "reduce_scatter", collective("reduce_scatter", share))
+        self.replace(Group, "all_to_all", collective("all_to_all", to_others))
+
+        def strategy(operation: str, pairs):
+            def wrapper(original):
+                def call(self_, *args, **kwargs):
+                    group = self_.ep
+                    self.note(operation, group.name, Fraction(pairs(self_, *args, **kwargs)))
+                    return original(self_, *args, **kwargs)
+
+                return call
+
+            return wrapper
+
+        sent = {}
+
+        def dispatched(strategy_, x, ids, weights, batch):
+            away = int((ids // (strategy_.num_experts // strategy_.ep.size) != strategy_.ep.rank).sum())
+            sent["elements"] = away * x.shape[1]
+            return sent["elements"]
+
+        self.replace(mc2.DispatchCombine, "dispatch", strategy("dispatch", dispatched))
+        # what comes back is what other ranks were sent, and the load is even
+        self.replace(mc2.DispatchCombine, "combine", strategy("combine", lambda *args, **kwargs: sent["elements"]))
+
+        def inside(part: str):
+            def wrapper(original):
+                def call(*args):
+                    self.where = part
+                    try:
+                        return original(*args)
+                    finally:
+                        self.where = "outside"
+
+                return call
+
+            return wrapper
+
+        for name in ("attn_compute", "attn_reduce"):
+            self.replace(DecoderLayer, name, inside("attention"))
+        for name in ("ffn_compute", "ffn_reduce"):
+            self.replace(DecoderLayer, name, inside("feed-forward"))
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for owner, name, original in reversed(self.undo):
+            setattr(owner, name, original)
+
+
+def watch(rows: list[dict]) -> list[dict]:
+    """Per row of the table: the collectives of one layer, the elements sent, and the letters of its formula."""
+    found = []
+    for row in rows:
+        kind = "dense" if "dense_tp_size" in row["settings"] else "moe"
+        overrides = {
+            f"parallel__{key}": value == "true"
+            if value in ("true", "false")
+            else int(value)
+            if value.isdigit()
+            else value
+            for key, value in row["settings"].items()
+        }
+        runner = ck.runner(
+            ROOT / f"assets/qwen3_{kind}_tiny",
+            model__force_eplb=True,
+            parallel__world_size=WORLD,
+            scheduler__batch_size=TOKENS * WORLD // overrides["parallel__attn_tp_size"],
+            scheduler__max_seq_len=96,
+            **overrides,
+        )
+        size = runner.plan.block_size
+        if row["phase"] == "prefill":
+            spans = [Span(list(range(2, 2 + TOKENS)), 0, [5])]
+        else:
+            spans = [Span([2], 0, [5 + i]) for i in range(TOKENS)]
+        mask = runner.causal_mask if row["phase"] == "prefill" else None
+        batch = build_batch(row["phase"], spans, block_size=size, max_blocks=runner.plan.max_blocks, causal_mask=mask)
+        with Spy() as spy:
+            runner.step(batch)
+        config, groups = runner.plan.config, runner.groups
+        letters = {
+            "T": TOKENS,
+            "t": TOKENS // groups.attn_tp.size,
+            "P": groups.attn_tp.size,
+            "D": groups.dense_tp.size,
+            "M": groups.moe_tp.size,
+            "E": groups.moe_ep.size,
+            "H": config.hidden_size,
+            "A": config.num_attention_heads * config.head_dim,
+            "K": config.moe.num_experts_per_tok if config.moe else 0,
+            "X": config.moe.num_experts if config.moe else 0,
+        }
+        total = spy.elements["attention"] + spy.elements["feed-forward"]
+        found.append(
+            {
+                "layers": config.num_hidden_layers,
+                "attention": spy.calls["attention"],
+                "feed-forward": spy.calls["feed-forward"],
+                "elements": [total.numerator, total.denominator],
+                "letters": letters,
+            }
+        )
+    return found
+
+
+def test_collectives_of_a_layer_are_those_of_the_table():
+    rows = table()
+    assert {"prefill", "decode"} == {row["phase"] for row in rows}
+    for row, seen in zip(rows, run(WORLD, watch, rows), strict=True):
+        for part in ("attention", "feed-forward"):
+            assert seen[part] == row[part] * seen["layers"], row["name"]
+        expected = eval(row["elements"], {}, {name: Fraction(n) for name, n in seen["letters"].items()})
+        assert Fraction(*seen["elements"]) == expected * seen["layers"], row["name"]
