@@ -198,6 +198,7 @@ def _moe_choices(run: RunConfig, config: ModelConfig, features: Features, batch_
             moe_ep=parallel.moe_ep_size,
             top_k=moe.num_experts_per_tok,
             mc2_refusal=refused,
+            static=phase == "decode" and run.model.exe_mode != "eager",
             wanted=wanted[phase],
         )
         for phase in PHASES

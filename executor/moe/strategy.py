@@ -46,7 +46,14 @@ class Choice:
 
 
 def choose(
-    phase: Phase, *, sharded: bool, moe_ep: int, top_k: int, mc2_refusal: str | None, wanted: StrategyName | None
+    phase: Phase,
+    *,
+    sharded: bool,
+    moe_ep: int,
+    top_k: int,
+    mc2_refusal: str | None,
+    static: bool,
+    wanted: StrategyName | None,
 ) -> Choice:
     """The strategy of a phase.
 
@@ -59,6 +66,7 @@ def choose(
     Args:
         sharded: each rank has tokens of its own in this phase.
         mc2_refusal: why the MC2 kernels cannot be used; None: they can.
+        static: the phase is compiled, so its shapes may not depend on the routing.
         wanted: what the recipe asks for; None: the choice is free.
     Raises:
         UserError: ``wanted`` cannot work in this layout.
@@ -69,6 +77,8 @@ def choose(
         legal = {"ep_local": "tokens are replicated: each rank computes its own experts' share, nothing is exchanged"}
     else:
         legal = _exchanges(phase, moe_ep, top_k, mc2_refusal)
+        if static:
+            del legal["ep_double_routing"]
     if wanted is None:
         strategy, reason = next(iter(legal.items()))
         return Choice(strategy, reason)  # type: ignore[arg-type]
@@ -77,7 +87,8 @@ def choose(
     why = f" ({mc2_refusal})" if wanted == "ep_mc2" and phase == "decode" and mc2_refusal else ""
     raise UserError(
         f"parallel_config.moe_{phase}_strategy={wanted} cannot work in this layout{why}: tokens are "
-        f"{'sharded' if sharded else 'replicated'} in {phase} and moe_ep_size={moe_ep}; legal: {', '.join(legal)}"
+        f"{'sharded' if sharded else 'replicated'} in {phase}, moe_ep_size={moe_ep}{', shapes static' * static}; "
+        f"legal: {', '.join(legal)}"
     )
 
 

@@ -82,7 +82,7 @@ def test_rows_at_the_experts_of_one_rank(strategy, expected):
     ],
 )
 def test_moe_strategy_of_a_phase(phase, ep, sharded, top_k, mc2, expected):
-    facts = dict(sharded=sharded, moe_ep=ep, top_k=top_k, mc2_refusal=None if mc2 else "there are none")
+    facts = dict(sharded=sharded, moe_ep=ep, top_k=top_k, mc2_refusal=None if mc2 else "there are none", static=False)
     choice = choose(phase, **facts, wanted=None)
     assert choice.strategy == expected
     assert choice.reason
@@ -92,7 +92,7 @@ def test_moe_strategy_of_a_phase(phase, ep, sharded, top_k, mc2, expected):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("moe_prefill_strategy=ep_allgather", r"tokens are replicated in prefill and moe_ep_size=1; legal: tp$"),
+        ("moe_prefill_strategy=ep_allgather", r"tokens are replicated in prefill, moe_ep_size=1; legal: tp$"),
         ("moe_decode_strategy=ep_local", r"moe_decode_strategy=ep_local cannot work .* legal: tp$"),
         ("attn_tp_size=3", r"attn_tp_size=3 does not divide parallel_config.world_size=8; legal: 1, 2, 4, 8"),
         ("moe_ep_size=2", r"moe_tp_size=8 \* moe_ep_size=2 must equal world_size=8; legal .*: 8 \* 1, 4 \* 2, 2 \* 4"),
@@ -111,6 +111,15 @@ def test_sizes_that_do_not_fit_the_model_are_refused_with_those_that_do():
         r"legal with world_size=24: 1, 2, 4, 8$",
     ):
         plan(*sizes)
+
+
+def test_a_compiled_decode_step_has_static_shapes():
+    """The recipe asks for a graph; routing twice has shapes that depend on the router."""
+    twice = "parallel_config.moe_decode_strategy=ep_double_routing"
+    with pytest.raises(UserError, match=r"ep_double_routing cannot .* shapes static; legal: ep_mc2, ep_allgather$"):
+        plan(twice, recipe="qwen3_moe_a3_ep16")
+    eager = plan(twice, "model_config.exe_mode=eager", recipe="qwen3_moe_a3_ep16")
+    assert eager.blueprint.moe_strategies["decode"] == "ep_double_routing"
 
 
 def test_mc2_is_refused_with_the_limit_that_it_breaks():
