@@ -5,6 +5,7 @@ import dataclasses
 import io
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -103,12 +104,19 @@ def _answer(session: Session, prompts: list[Prompt], stream: bool) -> tuple[list
     return answers, summarize(session.plan, runner.device, load, answers, tally)
 
 
-def _started_ranks(run: RunConfig, report: Path) -> bool:
+def _started_ranks(session: Session, report: Path) -> bool:
     """Run this command as the recipe's ranks, if it has several and this process is not one of them yet."""
-    if run.parallel.world_size == 1 or world.launched():
+    parallel = session.plan.run.parallel
+    if parallel.world_size == 1 or world.launched():
         return False
-    command = [sys.executable, "-m", "executor", *sys.argv[1:]]
-    code = run_ranks(run.parallel.world_size, command, report.parent / "logs")
+    code = run_ranks(
+        parallel.world_size,
+        [sys.executable, "-m", "executor", *sys.argv[1:]],
+        report.parent / "logs",
+        machine=world.this_machine(parallel.hosts, parallel.world_size),
+        device_type=session.plan.features.device_type,
+        timeout_seconds=parallel.timeout_seconds,
+    )
     if code:
         raise typer.Exit(code)
     return True
@@ -153,7 +161,7 @@ def infer(
             converse(session, err)
         return
     prompts, path = _prompts(session, prompt, file), output_path(run, "report.json")
-    if _started_ranks(run, path):
+    if _started_ranks(session, path):
         return
     answers, figures = _answer(session, prompts, stream=True)
     if world.rank() > 0:
@@ -177,7 +185,7 @@ def evaluate(
     prompts, path = read_prompts(file)[:limit], output_path(run, "eval.json")
     if any(p.answer is None for p in prompts):
         raise UserError(f"{file}: eval needs an `answer` in every line")
-    if _started_ranks(run, path):
+    if _started_ranks(session, path):
         return
     answers, figures = _answer(session, prompts, stream=False)
     if world.rank() > 0:
@@ -194,7 +202,8 @@ def evaluate(
 
 
 def main() -> int:
-    """Run a command. Exit codes: 0 done, 2 something the user can mend, 130 interrupted."""
+    """Run a command. Exit codes: 0 done, 2 something the user can mend, 75 another rank was lost, 130 interrupted."""
+    world.die_with_launcher()
     _open_streams()
     try:
         code = app(standalone_mode=False) or 0  # typer returns the code of an Exit, to which it turns Ctrl-C
@@ -205,6 +214,11 @@ def main() -> int:
     except OSError as error:  # a full disk, a directory that vanished
         return _complain(f"{error.filename or 'writing'}: {error.strerror or error}")
     except Exception as error:
+        lost = world.lost_peer(error)
+        if lost is not None:
+            if world.rank() > 0:
+                traceback.print_exception(error)  # into its log; the terminal gets one line
+            return _complain(lost)
         if type(error).__module__.startswith(("click", "typer")):
             message = str(error.format_message() if hasattr(error, "format_message") else error)
             # no message: no arguments at all, and the help has been shown
@@ -229,4 +243,9 @@ def _open_streams() -> None:
 
 def _complain(problem: object) -> int:
     print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)  # one line, whatever a file is called
-    return 2
+    code = world.PEER_LOST if isinstance(problem, world.PeerLost) else 2
+    if world.launched():  # one of several: a communicator whose other end is gone may never close
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code

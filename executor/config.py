@@ -11,13 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from executor.config_errors import first_error, show
+from executor.config_parallel import ParallelSection
+from executor.config_section import LARGEST, Section, TextList, key
 from executor.config_source import apply_overrides, read_mapping
 from executor.errors import UserError
 
-LARGEST = 2**31 - 1  # what an int32 of an operator can count
 REPOSITORY_ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -26,15 +27,7 @@ def _platform_name(value: object) -> object:
     return "950" if type(value) is int and value == 950 else value
 
 
-MoeStrategy = Literal["tp", "ep_local", "ep_allgather", "ep_double_routing", "ep_mc2"]
 Platform = Annotated[Literal["auto", "cpu", "a2", "a3", "950"], BeforeValidator(_platform_name)]
-# A YAML list becomes a tuple, so that a frozen config is frozen all the way down.
-TextList = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)]
-
-
-def _key(default: Any, description: str, **bounds: Any) -> Any:
-    """One declared key; ``...`` as default means required."""
-    return Field(default, description=description, **bounds)
 
 
 def _holds_nul(value: object) -> bool:
@@ -47,25 +40,19 @@ def _from_root(path: str) -> Path:
     return REPOSITORY_ROOT / os.path.expanduser(path)  # leaves the home of an unknown user alone
 
 
-class Section(BaseModel):
-    """A group of keys: immutable, strictly typed, closed to keys it does not declare."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
-
-
 class RopeScaling(Section):
     """YaRN, for contexts beyond the trained one. Replaces the scaling of config.json; no file is edited."""
 
-    rope_type: Literal["default", "yarn"] = _key("yarn", "default: no scaling.")
-    factor: float | None = _key(None, "Extended context divided by the original one; yarn needs it.", ge=1, le=10000)
-    original_max_position_embeddings: int | None = _key(
+    rope_type: Literal["default", "yarn"] = key("yarn", "default: no scaling.")
+    factor: float | None = key(None, "Extended context divided by the original one; yarn needs it.", ge=1, le=10000)
+    original_max_position_embeddings: int | None = key(
         None, "Context of the training (Qwen3: 32768); null: the model's max_position_embeddings.", ge=1
     )
-    attention_factor: float | None = _key(None, "Scale of cos and sin; null: 0.1 ln(factor) + 1.", gt=0)
-    beta_fast: float | None = _key(
+    attention_factor: float | None = key(None, "Scale of cos and sin; null: 0.1 ln(factor) + 1.", gt=0)
+    beta_fast: float | None = key(
         None, "Frequencies with more turns than this in the original context are kept; null: 32.", gt=0
     )
-    beta_slow: float | None = _key(None, "Those with fewer are divided by factor; null: 1.", gt=0)
+    beta_slow: float | None = key(None, "Those with fewer are divided by factor; null: 1.", gt=0)
 
     def as_dict(self) -> dict[str, Any]:
         """The keys that hold a value, spelled like a ``rope_scaling`` entry of config.json."""
@@ -82,25 +69,25 @@ class RopeScaling(Section):
 class ModelSection(Section):
     """Which model, in which number format, on which machine, executed how."""
 
-    model_name: str = _key(
+    model_name: str = key(
         ..., "Name of the case; without model_path, also of the shapes in assets/model_configs.", min_length=1
     )
-    model_path: str | None = _key(
+    model_path: str | None = key(
         None, "Directory with config.json, weights and tokenizer; null: the shipped shapes.", min_length=1
     )
-    with_ckpt: bool = _key(True, "Load the weights; false: random weights, for timing.")
-    exe_mode: Literal["eager", "inductor", "ge_graph", "npugraph_ex"] = _key("eager", "How a decode step is executed.")
-    dtype: Literal["bfloat16", "float16", "float32", "float64", "auto"] = _key(
+    with_ckpt: bool = key(True, "Load the weights; false: random weights, for timing.")
+    exe_mode: Literal["eager", "inductor", "ge_graph", "npugraph_ex"] = key("eager", "How a decode step is executed.")
+    dtype: Literal["bfloat16", "float16", "float32", "float64", "auto"] = key(
         "bfloat16", "Type of weights and activations; auto: the checkpoint's; float32, float64: CPU only."
     )
-    platform_version: Platform = _key("auto", "Machine to plan for; auto: the machine this runs on.")
-    enable_profiler: bool = _key(False, "Record a profile of the run.")
-    enable_cache_compile: bool = _key(False, "Keep compiled graphs on disk and reuse them.")
-    enable_weight_nz: bool = _key(False, "Store matmul weights in the NPU's fractal NZ format.")
-    force_eplb: bool = _key(False, "Deal tokens evenly to the experts instead of routing them, for timing.")
-    enable_thinking: bool = _key(True, "Let the chat template ask for a reasoning block before the answer.")
-    rope_scaling: RopeScaling | None = _key(None, "Context extension; null: what config.json says.")
-    max_position_embeddings: int | None = _key(None, "Context length; null: what config.json says.", ge=1, le=LARGEST)
+    platform_version: Platform = key("auto", "Machine to plan for; auto: the machine this runs on.")
+    enable_profiler: bool = key(False, "Record a profile of the run.")
+    enable_cache_compile: bool = key(False, "Keep compiled graphs on disk and reuse them.")
+    enable_weight_nz: bool = key(False, "Store matmul weights in the NPU's fractal NZ format.")
+    force_eplb: bool = key(False, "Deal tokens evenly to the experts instead of routing them, for timing.")
+    enable_thinking: bool = key(True, "Let the chat template ask for a reasoning block before the answer.")
+    rope_scaling: RopeScaling | None = key(None, "Context extension; null: what config.json says.")
+    max_position_embeddings: int | None = key(None, "Context length; null: what config.json says.", ge=1, le=LARGEST)
 
     @property
     def config_dir(self) -> Path:
@@ -131,12 +118,12 @@ class ModelSection(Section):
 class DataSection(Section):
     """The prompts and how they become tokens."""
 
-    dataset: str | None = _key(None, "Prompts: .txt with one per line, or .jsonl; null: none.", min_length=1)
-    input_truncated_len: int | None = _key(
+    dataset: str | None = key(None, "Prompts: .txt with one per line, or .jsonl; null: none.", min_length=1)
+    input_truncated_len: int | None = key(
         None, "Longer prompts (with template) keep their last n tokens; null: all.", ge=1
     )
-    chat_template: bool = _key(True, "Wrap each prompt in the tokenizer's chat template.")
-    system_prompt: str | None = _key(None, "System message put before each prompt; null: none.")
+    chat_template: bool = key(True, "Wrap each prompt in the tokenizer's chat template.")
+    system_prompt: str | None = key(None, "System message put before each prompt; null: none.")
 
     @property
     def dataset_path(self) -> Path | None:
@@ -144,66 +131,16 @@ class DataSection(Section):
         return None if self.dataset is None else _from_root(self.dataset)
 
 
-class ParallelSection(Section):
-    """How many ranks there are and how many share each part of the model. Each size divides world_size; with experts,
-    moe_tp_size * moe_ep_size = world_size. The rest is attention data parallelism:
-    attn_dp_size = world_size / attn_tp_size."""
-
-    world_size: int = _key(1, "Ranks in total, one per NPU die (A2: per NPU).", ge=1, le=65536)
-    attn_tp_size: int = _key(1, "Ranks that split the attention heads.", ge=1)
-    dense_tp_size: int = _key(1, "Ranks that split a dense MLP.", ge=1)
-    moe_tp_size: int = _key(1, "Ranks that split each expert.", ge=1)
-    moe_ep_size: int = _key(1, "Groups of ranks the experts are dealt to.", ge=1)
-    embed_tp_size: int = _key(1, "Ranks that split the embedding table.", ge=1)
-    lmhead_tp_size: int = _key(1, "Ranks that split the vocabulary of lm_head.", ge=1)
-    sequence_parallel_prefill: bool = _key(
-        False,
-        "In prefill each rank holds its own tokens, and o_proj whole: less traffic, more memory.",
-    )
-    moe_prefill_strategy: MoeStrategy | None = _key(None, "How tokens reach their experts in prefill; null: chosen.")
-    moe_decode_strategy: MoeStrategy | None = _key(None, "How tokens reach their experts in decode; null: chosen.")
-    hosts: TextList = _key((), "Addresses of the machines, that of rank 0 first; empty: this machine.")
-
-    @property
-    def attn_dp_size(self) -> int:
-        """Groups of ``attn_tp_size`` ranks that each serve their own sequences."""
-        return self.world_size // self.attn_tp_size
-
-    @property
-    def sharded_phases(self) -> frozenset[Literal["prefill", "decode"]]:
-        """Phases in which every rank holds tokens of its own between the layers."""
-        if self.attn_dp_size > 1:
-            return frozenset(("prefill", "decode"))
-        return frozenset(("prefill",)) if self.sequence_parallel_prefill else frozenset()
-
-    @model_validator(mode="after")
-    def _sizes_fit_world(self) -> Self:
-        world = f"parallel_config.world_size={self.world_size}"
-        for name, size in self:
-            if name.endswith(("_tp_size", "_ep_size")) and self.world_size % size:
-                legal = ", ".join(str(n) for n in range(1, self.world_size + 1) if self.world_size % n == 0)
-                raise UserError(f"parallel_config.{name}={size} does not divide {world}; legal: {legal}")
-        if self.sequence_parallel_prefill and self.attn_tp_size == 1:
-            raise UserError(
-                "parallel_config.sequence_parallel_prefill=true splits tokens over attn_tp_size=1 ranks, which is no "
-                "split; raise attn_tp_size or set it to false"
-            )
-        if self.hosts and self.world_size % len(self.hosts):
-            hosts = f"parallel_config.hosts has {len(self.hosts)} entries"
-            raise UserError(f"{hosts}, which does not divide {world}; machines run equally many ranks")
-        return self
-
-
 class SchedulerSection(Section):
     """How much is in flight, and the paged KV cache. batch_size is a multiple of attn_dp_size."""
 
-    batch_size: int = _key(1, "Sequences decoded together, over all ranks.", ge=1, le=LARGEST)
-    max_new_tokens: int = _key(256, "Longest answer, in tokens.", ge=1, le=LARGEST)
-    max_prefill_tokens: int = _key(4096, "Most prompt tokens processed in one prefill step.", ge=1, le=LARGEST)
-    max_seq_len: int | None = _key(None, "Longest prompt plus answer; null: the model's context.", ge=2, le=LARGEST)
-    block_size: int = _key(128, "Tokens per KV cache block.", ge=16, le=1024, multiple_of=16)
-    mem_fraction_static: float = _key(0.9, "Share of device memory for all that the plan counts.", gt=0, le=1)
-    num_blocks: int | None = _key(
+    batch_size: int = key(1, "Sequences decoded together, over all ranks.", ge=1, le=LARGEST)
+    max_new_tokens: int = key(256, "Longest answer, in tokens.", ge=1, le=LARGEST)
+    max_prefill_tokens: int = key(4096, "Most prompt tokens processed in one prefill step.", ge=1, le=LARGEST)
+    max_seq_len: int | None = key(None, "Longest prompt plus answer; null: the model's context.", ge=2, le=LARGEST)
+    block_size: int = key(128, "Tokens per KV cache block.", ge=16, le=1024, multiple_of=16)
+    mem_fraction_static: float = key(0.9, "Share of device memory for all that the plan counts.", gt=0, le=1)
+    num_blocks: int | None = key(
         None, "KV cache blocks per rank; null: enough for the batch, or what fits.", ge=1, le=LARGEST
     )
 
@@ -220,23 +157,23 @@ class SchedulerSection(Section):
 class SamplingSection(Section):
     """How the next token is chosen. null: what the checkpoint's generation_config.json says."""
 
-    do_sample: bool | None = _key(None, "false: greedy, the most likely token.")
-    temperature: float | None = _key(
+    do_sample: bool | None = key(None, "false: greedy, the most likely token.")
+    temperature: float | None = key(
         None, "Divides the logits, at least 1e-4; set > 0, it turns sampling on; 0: greedy.", ge=0
     )
-    top_k: int | None = _key(None, "Keep the k most likely tokens; 0: all.", ge=0)
-    top_p: float | None = _key(None, "Keep the most likely tokens up to this total probability.", gt=0, le=1)
-    min_p: float | None = _key(None, "Keep tokens at least this likely relative to the best one.", ge=0, le=1)
-    repetition_penalty: float | None = _key(None, "Above 1 disfavours tokens already present.", ge=1e-3, le=1e3)
-    seed: int | None = _key(None, "Seed of the random draws; null: a run cannot be repeated.", ge=0, lt=2**63)
-    ignore_eos: bool = _key(False, "Go on after an end token, for timing.")
-    stop: TextList = _key((), "Texts that end an answer; they are not part of it.")
+    top_k: int | None = key(None, "Keep the k most likely tokens; 0: all.", ge=0)
+    top_p: float | None = key(None, "Keep the most likely tokens up to this total probability.", gt=0, le=1)
+    min_p: float | None = key(None, "Keep tokens at least this likely relative to the best one.", ge=0, le=1)
+    repetition_penalty: float | None = key(None, "Above 1 disfavours tokens already present.", ge=1e-3, le=1e3)
+    seed: int | None = key(None, "Seed of the random draws; null: a run cannot be repeated.", ge=0, lt=2**63)
+    ignore_eos: bool = key(False, "Go on after an end token, for timing.")
+    stop: TextList = key((), "Texts that end an answer; they are not part of it.")
 
 
 class OutputSection(Section):
     """What the run leaves behind."""
 
-    dir: str = _key("output", "Directory for results and profiles.", min_length=1)
+    dir: str = key("output", "Directory for results and profiles.", min_length=1)
 
     @property
     def path(self) -> Path:

@@ -8,7 +8,6 @@ from executor.config import RunConfig
 from executor.kv_cache import scratch_blocks
 from executor.memory import MemoryPlan
 from executor.model_config import ModelConfig
-from executor.moe import mc2_limits
 from executor.parallel.groups import Groups
 from executor.platform.features import GIB, Features
 
@@ -59,14 +58,10 @@ def layout_decisions(run: RunConfig, config: ModelConfig, groups: Groups) -> lis
     return decisions
 
 
-def mc2_decisions(features: Features, config: ModelConfig, tokens: int, moe_ep: int) -> list[Decision]:
-    """What the MC2 kernels need of the machine; ``tokens`` of one rank in a step."""
-    if features.name not in mc2_limits.LIMITS or config.moe is None:
+def mc2_decisions(buffer_mib: int | None) -> list[Decision]:
+    if buffer_mib is None:
         return []
-    shape = dict(hidden_size=config.hidden_size, num_experts=config.moe.num_experts, moe_ep=moe_ep)
-    size = mc2_limits.buffer_bytes(features.name, tokens=tokens, top_k=config.moe.num_experts_per_tok, **shape)
-    least = -(-size // (1 << 20))
-    return [Decision("MC2 buffer", f"HCCL_BUFFSIZE >= {least} MiB", "documented formula; HCCL's default is 200 MiB")]
+    return [Decision("MC2 buffer", f"{buffer_mib} MiB", "documented formula, or hccl_buffer_size if that is more")]
 
 
 def switch_decisions(run: RunConfig, features: Features) -> list[Decision]:
@@ -105,6 +100,15 @@ def memory_decisions(run: RunConfig, features: Features, memory: MemoryPlan) -> 
         Decision("KV cache", gib(memory.kv_cache), room),
         Decision("logits", gib(memory.logits), "one row per decode row, model dtype and float32"),
         Decision("workspace", gib(memory.workspace), "activations of the widest point of a prefill step, estimated"),
+        *(
+            [
+                Decision(
+                    "communicators", gib(memory.communicators), "HCCL: two buffers each, hccl_buffer_size or 200 MiB"
+                )
+            ]
+            if memory.communicators
+            else []
+        ),
         Decision(
             "memory",
             f"{gib(memory.total)} of {gib(memory.budget)}",

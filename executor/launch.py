@@ -2,100 +2,216 @@
 """From one command to as many processes as the recipe has ranks, of which the first one speaks.
 
 Each rank is the same command again, with the environment that torchrun gives (RANK, WORLD_SIZE, LOCAL_RANK,
-MASTER_ADDR, MASTER_PORT), so torchrun itself may start them too. Here one parent watches them all: the first rank
-that fails is named with its reason, and none outlives it.
+MASTER_ADDR, MASTER_PORT), so torchrun itself may start them too. Here one parent per machine watches its ranks: the
+first that fails is named with its reason, and none outlives it.
+
+The parent on the first machine keeps the store through which ranks find each other and parents tell each other what
+failed. It opens the port before it starts a rank and never lets go of it, so no two jobs can be given the same one.
 """
 
 import os
 import signal
 import socket
 import subprocess
+import sys
 import time
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
+import torch.distributed as dist
+
 from executor.errors import UserError
+from executor.parallel.world import LAUNCHER, ONLY_MACHINE, PATIENCE_SECONDS, PEER_LOST, Machine, PeerLost
+from executor.platform import npu
 
 GRACE_SECONDS = 5.0  # between asking the ranks to end and ending them
+SETTLE_SECONDS = 1.0  # after a rank failed: for a better witness of the same failure
 POLL_SECONDS = 0.05
+FAILED, DONE = "failed", "done"  # keys of the store: the first failure of any machine; how many have finished
 
 
-def run_ranks(size: int, command: list[str], log_folder: Path) -> int:
-    """Run ``command`` as ``size`` ranks on this machine and wait for them.
+def run_ranks(
+    size: int,
+    command: list[str],
+    log_folder: Path,
+    *,
+    machine: Machine = ONLY_MACHINE,
+    device_type: str = "cpu",
+    timeout_seconds: float = PATIENCE_SECONDS,
+) -> int:
+    """Run ``command`` as this machine's share of ``size`` ranks and wait for them.
 
     Rank 0 keeps this terminal; rank N writes to ``log_folder/rank<N>.log``.
 
+    Args:
+        timeout_seconds: longest wait for another machine, and for the last rank once the first has ended.
     Returns:
         0, or the exit code of rank 0 if it was the first to fail, since it has said why.
     Raises:
-        UserError: another rank failed, or rank 0 was killed; the message names it and says why. KeyboardInterrupt:
-        Ctrl-C. In any case no rank is left.
+        UserError: a rank was killed, another than rank 0 failed, or another machine did; the message says why.
+            PeerLost: all that is known is that ranks lost another. KeyboardInterrupt: Ctrl-C. No rank is left.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
-    logs = {rank: log_folder / f"rank{rank}.log" for rank in range(1, size)}
-    environment = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        **os.environ,
-        "WORLD_SIZE": str(size),
-    }
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        for rank in range(size):
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if rank == 0:
-                ranks.append(subprocess.Popen(command, env=own))
-            else:
-                with logs[rank].open("wb") as log:
-                    ranks.append(subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
-        failed = _wait(ranks)
-    finally:
-        _end(ranks)
-    if failed == 0 and ranks[0].returncode > 0:
-        return ranks[0].returncode
-    if failed is not None:
-        raise UserError(_reason(failed, ranks[failed].returncode, logs.get(failed)))
-    return 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """The first rank that failed, or None when all are done. A rank that was ended by another's fate fails later."""
-    while True:
-        codes = [process.poll() for process in ranks]
-        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-        if failed:
-            # one that was killed outright is the cause; those that lost their peer only noticed
-            return next((rank for rank in failed if (codes[rank] or 0) < 0), failed[0])
-        if all(code == 0 for code in codes):
-            return None
-        time.sleep(POLL_SECONDS)
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + GRACE_SECONDS
-    for process in ranks:
-        if process.poll() is None:
-            process.terminate()
-    for process in ranks:
+    store = _open_store(machine, timeout_seconds)
+    share = size // machine.count
+    numbers = range(machine.rank * share, (machine.rank + 1) * share)
+    if machine.rank:
+        print(f"ranks {numbers[0]} to {numbers[-1]} log to {log_folder}; machine 0 prints", file=sys.stderr)
+    with ExitStack() as stack:
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // share)),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # what its warnings warn of ends in an error of ours
+            **({"GLOO_SOCKET_IFNAME": "lo"} if machine.count == 1 and sys.platform == "linux" else {}),
+            **(npu.launch_environment(stack, machine.count, timeout_seconds) if device_type == "npu" else {}),
+            **os.environ,
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(share),
+            "MASTER_ADDR": machine.address,
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torchrun's way to say that the store is there already
+            LAUNCHER: str(os.getpid()),
+        }
+        job = _Job(machine, store, {rank: log_folder / f"rank{rank}.log" for rank in numbers if rank})
         try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            for local, rank in enumerate(numbers):
+                job.start(rank, command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)})
+            failure = job.watch(timeout_seconds) or job.wait_for_machines(timeout_seconds)
+            if failure is not None and failure.rank is not None:
+                job.tell_machines(failure.text)
+        except KeyboardInterrupt:
+            job.tell_machines("interrupted")
+            raise
+        finally:
+            job.end()
+    if failure is None:
+        return 0
+    if failure.rank == 0 and failure.code > 0:
+        return failure.code
+    kind = PeerLost if failure.code == PEER_LOST else UserError
+    log = f"; all that rank {failure.rank} printed is in {job.logs[failure.rank]}" if failure.rank in job.logs else ""
+    raise kind(f"{failure.text}; the other ranks were ended{log}")
 
 
-def _reason(rank: int, code: int, log: Path | None) -> str:
-    if code < 0:
-        why = f"was ended by {signal.Signals(-code).name}"
-    else:
-        lines = log.read_text(errors="replace").split("\n") if log is not None else []
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "its message is above")
-        why = f"failed with exit code {code}: {last.removeprefix('error: ')}"
-    where = f"; all it printed is in {log}" if log is not None else ""
-    return f"rank {rank} {why}; the other ranks were ended{where}"
+def _open_store(machine: Machine, timeout_seconds: float) -> dist.TCPStore:
+    place = f"MASTER_ADDR={machine.address}, MASTER_PORT={machine.port}"
+    deadline = time.monotonic() + timeout_seconds
+    while machine.rank and not _listens(machine):
+        if time.monotonic() > deadline:
+            raise PeerLost(f"{place}: no answer within {timeout_seconds:g} s; start machine 0, or check the address")
+        time.sleep(0.5)
+    limit, first = timedelta(seconds=timeout_seconds), machine.rank == 0
+    try:
+        return dist.TCPStore(machine.address, machine.port, is_master=first, timeout=limit, wait_for_workers=False)
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise UserError(
+                f"MASTER_PORT={machine.port} is taken on this machine; set another, on all machines"
+            ) from error
+        raise PeerLost(f"{place}: {str(error).splitlines()[0]}") from error
+
+
+def _listens(machine: Machine) -> bool:
+    with suppress(OSError), socket.create_connection((machine.address, machine.port), timeout=5):
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """``rank`` None: on another machine. ``code`` is negative for a signal, as subprocess has it; 0: still running."""
+
+    text: str
+    rank: int | None = None
+    code: int = 0
+
+
+@dataclass
+class _Job:
+    machine: Machine
+    store: dist.TCPStore
+    logs: dict[int, Path]
+    ranks: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, rank: int, command: list[str], environment: dict[str, str]) -> None:
+        with self.logs[rank].open("wb") if rank else nullcontext() as log:  # rank 0 keeps the terminal
+            nothing = subprocess.DEVNULL if rank else None
+            self.ranks[rank] = subprocess.Popen(command, env=environment, stdin=nothing, stdout=log, stderr=log)
+
+    def watch(self, timeout_seconds: float) -> _Failure | None:
+        """The failure to report, or None when all ranks are done. Best is a rank that was killed, then one that failed
+        by itself, of these rank 0 since it has already said so, and last one that lost another."""
+        failed: dict[int, int] = {}  # in the order of failing
+        failed_at = done_at = 0.0
+        while True:
+            codes, now = {rank: process.poll() for rank, process in self.ranks.items()}, time.monotonic()
+            failed_at = failed_at if failed else now
+            failed.update((rank, code) for rank, code in codes.items() if code)
+            causes = [rank for rank, code in failed.items() if code != PEER_LOST]
+            killed = [rank for rank in causes if failed[rank] < 0]
+            if killed or 0 in causes or (failed and now - failed_at > SETTLE_SECONDS):
+                rank = [*killed, *sorted(causes, key=bool), *sorted(failed)][0]
+                return _Failure(self._reason(rank, failed[rank]), rank, failed[rank])
+            heard = self._heard()
+            if heard is not None:
+                return _Failure(heard)
+            if all(code == 0 for code in codes.values()):
+                return None
+            running = [rank for rank, code in codes.items() if code is None]
+            done_at = now if len(running) == len(codes) else done_at
+            if now - done_at > timeout_seconds and not failed:
+                return _Failure(f"rank {running[0]} did not end within {timeout_seconds:g} s of the first", running[0])
+            time.sleep(POLL_SECONDS)
+
+    def _reason(self, rank: int, code: int) -> str:
+        if code < 0:
+            return f"rank {rank} was ended by {signal.Signals(-code).name}"
+        text = self.logs[rank].read_text(errors="replace") if rank in self.logs else "its message is above"
+        lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it said nothing"]
+        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
+        return said[-1] if code == PEER_LOST else f"rank {rank} failed with exit code {code}: {said[-1]}"
+
+    def _heard(self) -> str | None:
+        """What the launcher of another machine said."""
+        if self.machine.count == 1:
+            return None
+        try:
+            return self.store.get(FAILED).decode() if self.store.check([FAILED]) else None
+        except RuntimeError:
+            return "the launcher of machine 0 is gone"
+
+    def tell_machines(self, text: str) -> None:
+        if self.machine.count > 1:
+            with suppress(RuntimeError):  # a store that is gone tells them as much
+                self.store.compare_set(FAILED, "", f"machine {self.machine.rank} ({socket.gethostname()}): {text}")
+            if self.machine.rank == 0:
+                time.sleep(SETTLE_SECONDS)  # the store goes with this process, so let the others read
+
+    def wait_for_machines(self, timeout_seconds: float) -> _Failure | None:
+        """Once the ranks of this machine are done: machine 0 keeps the store until those of all are."""
+        if self.machine.count == 1:
+            return None
+        with suppress(RuntimeError):
+            self.store.add(DONE, 1)
+        deadline = time.monotonic() + timeout_seconds
+        while self.machine.rank == 0 and (done := self.store.add(DONE, 0)) < self.machine.count:
+            heard = self._heard()
+            if heard is not None or time.monotonic() > deadline:
+                return _Failure(heard or f"{done} of {self.machine.count} machines ended within {timeout_seconds:g} s")
+            time.sleep(POLL_SECONDS)
+        return None
+
+    def end(self) -> None:
+        """End the ranks that still run: first they are asked to, also those that are stopped."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        for process in self.ranks.values():
+            if process.poll() is None:
+                process.terminate()
+                process.send_signal(signal.SIGCONT)
+        for process in self.ranks.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -4,7 +4,7 @@
 import itertools
 from collections.abc import Iterator
 
-from executor.config import ParallelSection
+from executor.config_parallel import ParallelSection
 from executor.errors import UserError
 from executor.model_config import ModelConfig
 

@@ -5,6 +5,7 @@ Weights are counted from the model itself, built on ``meta`` for this rank, so t
 formulas to go stale. The workspace is the largest set of activations alive at once, an estimate.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,9 +14,12 @@ from executor.batch import Phase
 from executor.blueprint import Blueprint
 from executor.errors import UserError
 from executor.model_config import ModelConfig
-from executor.parallel.groups import Groups
+from executor.parallel.groups import Groups, communicators
 from executor.parallel.layout import shard_kv_heads
 from executor.platform.features import GIB, Features
+
+HCCL_BUFFSIZE = 200  # MiB, HCCL's default
+MC2_ROUTE = 512  # bytes per row that dispatch leaves for combine: 128 int32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,7 @@ class MemoryPlan:
     num_blocks: int
     logits: int
     workspace: int
+    communicators: int
     budget: int
 
     @property
@@ -35,7 +40,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.logits + self.workspace
+        return self.weights + self.kv_cache + self.logits + self.workspace + self.communicators
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -83,7 +88,8 @@ def workspace_bytes(blueprint: Blueprint, phase: Phase, tokens: int) -> int:
     if config.moe is not None and config.moe_layers:
         local = config.moe.moe_intermediate_size // groups.moe_tp.size
         widest = max(widest, expanded * (2 * config.hidden_size + 3 * local))
-    return blueprint.storage.dtype.itemsize * (2 * tokens * config.hidden_size + widest)
+    routes = expanded * MC2_ROUTE if blueprint.moe_strategies.get(phase) == "ep_mc2" else 0
+    return blueprint.storage.dtype.itemsize * (2 * tokens * config.hidden_size + widest) + routes
 
 
 def reference_workspace_bytes(blueprint: Blueprint, phase: Phase, tokens: int) -> int:
@@ -101,16 +107,40 @@ def reference_workspace_bytes(blueprint: Blueprint, phase: Phase, tokens: int) -
     return max(scores, wide)
 
 
+def communicator_bytes(groups: Groups, buffer_mib: Mapping[str, int | None]) -> int:
+    """Buffers that HCCL allocates: one to send and one to receive per communicator, of HCCL_BUFFSIZE each.
+
+    Args:
+        buffer_mib: by purpose; None: HCCL's default.
+    """
+    distinct = set(communicators(0, groups.sizes()).values())
+    return sum(2 * (buffer_mib.get(purpose) or HCCL_BUFFSIZE) << 20 for purpose, _ in distinct)
+
+
 def plan_blocks(
-    *, weights: int, kv_block: int, logits: int, workspace: int, budget: int, wanted: int, smallest: int
+    *,
+    weights: int,
+    kv_block: int,
+    logits: int,
+    workspace: int,
+    communicators: int,
+    budget: int,
+    wanted: int,
+    smallest: int,
 ) -> MemoryPlan:
     """As many cache blocks as are wanted, fewer if memory is short, but at least ``smallest``: those of one sequence of
     full length, or what the recipe asks for. That may itself be too much: ``require_fit`` then says so.
     """
-    left = budget - weights - logits - workspace
+    left = budget - weights - logits - workspace - communicators
     blocks = max(smallest, min(wanted, left // kv_block))
     return MemoryPlan(
-        weights=weights, kv_block=kv_block, num_blocks=blocks, logits=logits, workspace=workspace, budget=budget
+        weights=weights,
+        kv_block=kv_block,
+        num_blocks=blocks,
+        logits=logits,
+        workspace=workspace,
+        communicators=communicators,
+        budget=budget,
     )
 
 
@@ -125,6 +155,7 @@ def require_fit(memory: MemoryPlan, features: Features, changes: list[str]) -> N
             ("KV cache", memory.kv_cache),
             ("logits", memory.logits),
             ("workspace", memory.workspace),
+            ("communicators", memory.communicators),
         )
     )
     raise UserError(

@@ -115,13 +115,17 @@ class ModelRunner(ABC):
         parallel = self.plan.run.parallel
         if parallel.world_size == 1:
             return self.plan.blueprint.groups
-        world.join(self.plan.features.device_type)
+        world.join(self.plan.features.device_type, parallel.timeout_seconds)
         if dist.get_world_size() != parallel.world_size:
             raise UserError(
                 f"parallel_config.world_size={parallel.world_size}, but {dist.get_world_size()} ranks were started; "
                 "scripts/infer.sh starts as many as the recipe says"
             )
-        return connected_groups(**self.plan.blueprint.groups.sizes())
+        return connected_groups(
+            self.plan.blueprint.groups.sizes(),
+            timeout_seconds=parallel.timeout_seconds,
+            buffer_mib=self.plan.buffer_mib,
+        )
 
     def load_weights(self, on_bytes: Callable[[int, int], None] = lambda done, total: None) -> LoadReport:
         """Fill the model from ``model_path``, or with random weights if ``with_ckpt`` is false. Once per runner."""

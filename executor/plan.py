@@ -29,6 +29,7 @@ from executor.layers.decoder import CausalLM
 from executor.legal_layouts import check_layout
 from executor.memory import (
     MemoryPlan,
+    communicator_bytes,
     kv_block_bytes,
     plan_blocks,
     reference_workspace_bytes,
@@ -41,6 +42,7 @@ from executor.moe import mc2_limits
 from executor.moe.strategy import Choice, StrategyName, choose
 from executor.parallel.groups import NAMES, Groups, planned_groups
 from executor.platform.features import GIB, Features
+from executor.platform.npu import LAYERS, MC2
 from executor.quant.packed import PackedLinear
 from executor.quant.scheme import LinearScheme
 from executor.quant.unquantized import UnquantizedLinear
@@ -49,12 +51,15 @@ from executor.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """``buffer_mib``: of the communicators, by purpose; None: HCCL's default."""
+
     run: RunConfig
     features: Features
     blueprint: Blueprint
     batch_size: int
     max_seq_len: int
     memory: MemoryPlan
+    buffer_mib: Mapping[str, int | None]
     decisions: tuple[Decision, ...]
 
     @property
@@ -99,7 +104,9 @@ def make_plan(
             f"scheduler_config.max_prefill_tokens={run.scheduler.max_prefill_tokens} must exceed the batch of "
             f"{batch_size} per rank: a step carries one token of each running answer besides the prompt's"
         )
-    memory = _memory(run, blueprint, features, batch_size, build_model(blueprint))
+    mc2_buffer = _mc2_buffer_mib(run, config, features, groups, batch_size)
+    buffers = {LAYERS: run.parallel.hccl_buffer_size, MC2: mc2_buffer}
+    memory = _memory(run, blueprint, features, batch_size, build_model(blueprint), buffers)
     decisions = [
         Decision("model", f"{run.model.model_name} ({config.model_type})", shape(config)),
         Decision("platform", features.name, f"model_config.platform_version={run.model.platform_version}"),
@@ -108,11 +115,7 @@ def make_plan(
         *switch_decisions(run, features),
         *layout_decisions(run, config, groups),
         *(Decision(f"MoE strategy, {phase}", choice.strategy, choice.reason) for phase, choice in choices.items()),
-        *(
-            mc2_decisions(features, config, -(-batch_size // groups.attn_tp.size), groups.moe_ep.size)
-            if groups.moe_ep_mc2.size > 1
-            else ()
-        ),
+        *mc2_decisions(mc2_buffer),
         Decision("linear layers", type(scheme).__name__, why_scheme),
         Decision("weight order", "[out, in]" if features.out_in_order else "[in, out]", why_order(features)),
         Decision("max_seq_len", f"{max_seq_len} tokens", why_length),
@@ -134,6 +137,7 @@ def make_plan(
         batch_size=batch_size,
         max_seq_len=max_seq_len,
         memory=memory,
+        buffer_mib=buffers,
         decisions=tuple(decisions),
     )
 
@@ -174,6 +178,23 @@ def _groups(run: RunConfig, choices: Mapping[Phase, Choice]) -> Groups:
     return planned_groups(0, **sizes, moe_ep_mc2=run.parallel.moe_ep_size if uses_mc2 else 1)
 
 
+def _mc2_buffer_mib(
+    run: RunConfig, config: ModelConfig, features: Features, groups: Groups, batch_size: int
+) -> int | None:
+    """What the MC2 kernels need in their communicator, or what the recipe gives if that is more."""
+    if groups.moe_ep_mc2.size == 1 or features.name not in mc2_limits.LIMITS or config.moe is None:
+        return None
+    least = mc2_limits.buffer_bytes(
+        features.name,
+        hidden_size=config.hidden_size,
+        tokens=-(-batch_size // groups.attn_tp.size),
+        top_k=config.moe.num_experts_per_tok,
+        num_experts=config.moe.num_experts,
+        moe_ep=groups.moe_ep.size,
+    )
+    return max(-(-least // (1 << 20)), run.parallel.hccl_buffer_size or 0)
+
+
 def _moe_choices(run: RunConfig, config: ModelConfig, features: Features, batch_size: int) -> dict[Phase, Choice]:
     parallel, moe = run.parallel, config.moe
     if moe is None or not config.moe_layers:
@@ -205,7 +226,14 @@ def _moe_choices(run: RunConfig, config: ModelConfig, features: Features, batch_
     }
 
 
-def _memory(run: RunConfig, blueprint: Blueprint, features: Features, batch_size: int, model: CausalLM) -> MemoryPlan:
+def _memory(
+    run: RunConfig,
+    blueprint: Blueprint,
+    features: Features,
+    batch_size: int,
+    model: CausalLM,
+    buffer_mib: Mapping[str, int | None],
+) -> MemoryPlan:
     config, groups, scheduler = blueprint.config, blueprint.groups, run.scheduler
     itemsize = blueprint.storage.dtype.itemsize
     per_sequence = blueprint.max_positions // scheduler.block_size
@@ -226,6 +254,7 @@ def _memory(run: RunConfig, blueprint: Blueprint, features: Features, batch_size
         # the model's dtype once, gathered, and a float32 copy for the sampler
         logits=batch_size * config.vocab_size * (itemsize + 4),
         workspace=max(workspace("prefill", scheduler.max_prefill_tokens), workspace("decode", batch_size)),
+        communicators=communicator_bytes(groups, buffer_mib) if features.device_type == "npu" else 0,
         budget=int(features.memory_bytes * scheduler.mem_fraction_static),
         wanted=scheduler.num_blocks or batch_size * per_sequence + scratch,
         smallest=scheduler.num_blocks or per_sequence + scratch,
@@ -239,6 +268,8 @@ def _memory(run: RunConfig, blueprint: Blueprint, features: Features, batch_size
         changes.append(f"scheduler_config.max_seq_len below {blueprint.max_positions}")
     if scheduler.num_blocks:
         changes.append(f"scheduler_config.num_blocks below {scheduler.num_blocks}")
+    if memory.communicators > GIB // 4:
+        changes.append("a smaller parallel_config.hccl_buffer_size")
     if itemsize > 2:
         changes.append("model_config.dtype=bfloat16")
     if scheduler.mem_fraction_static < 0.95:

@@ -82,10 +82,17 @@ def summarize(
         "agreement_seconds": tally.agreement_seconds,
         "load_seconds": load.seconds,
         "load_bytes": load.bytes_read,
+        "load_bytes_of_ranks": load.bytes_of_ranks or [load.bytes_read],
         "warm_up_seconds": load.warm_up_seconds,
         "peak_memory_bytes": peak_memory_bytes(device),
         "planned_memory_bytes": plan.memory.total,
     }
+
+
+def _range(sizes: list[int]) -> str:
+    """GiB that a rank read, or the least and the most that one did."""
+    least, most = (f"{size / GIB:.3f}" for size in (min(sizes), max(sizes)))
+    return least if least == most else f"{least} to {most}"
 
 
 def print_summary(console: Console, figures: dict[str, Any]) -> None:
@@ -108,7 +115,7 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
         "steps": f"{figures['prefill_steps']} prefill ({figures['prefill_seconds']:.2f} s), "
         f"{figures['decode_steps']} decode ({figures['decode_seconds']:.2f} s)",
         "agreed on": f"{figures['agreements']} steps between attention groups ({figures['agreement_seconds']:.2f} s)",
-        "load": f"{figures['load_bytes'] / GIB:.3f} GiB in {figures['load_seconds']:.2f} s, "
+        "load": f"{_range(figures['load_bytes_of_ranks'])} GiB in {figures['load_seconds']:.2f} s, "
         f"warm-up {figures['warm_up_seconds']:.2f} s",
         "memory": f"process peak {figures['peak_memory_bytes'] / GIB:.2f} GiB with Python and torch, "
         f"planned {figures['planned_memory_bytes'] / GIB:.2f} GiB",

@@ -17,6 +17,7 @@ from executor.errors import UserError
 from executor.generation import Answer, OnText, generate
 from executor.model_config import read_config_json
 from executor.model_runner import ModelRunner, plan_run, require_runnable
+from executor.parallel import world
 from executor.plan import Plan
 from executor.prompts import Prompt
 from executor.sampler import SamplingParams, warn_if_greedy_thinking
@@ -125,14 +126,30 @@ class Session:
         )
 
     def load(self, console: Console) -> tuple[ModelRunner, LoadReport]:
-        """Build the model and fill it, with a progress bar on ``console``."""
+        """Build the model and fill it. Rank 0 shows a progress bar on ``console``, other ranks print every tenth part.
+
+        Raises:
+            PeerLost: another rank needed ``parallel_config.timeout_seconds`` longer than this one.
+        """
+        parallel, printed = self.plan.run.parallel, 0
+
+        def on_bytes(done: int, total: int) -> None:
+            nonlocal printed
+            progress.update(task, completed=done, total=total)
+            if world.rank() > 0 and 10 * done // max(total, 1) > printed:
+                printed = 10 * done // max(total, 1)
+                console.print(f"loading: {10 * printed} % of {total} bytes", soft_wrap=True)
+
         runner = self.runner_kind(self.plan)
         columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
         # where it cannot be drawn, all it would leave is an empty line
         with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as progress:
             task = progress.add_task("loading", total=None)
-            report = runner.load_weights(lambda done, total: progress.update(task, completed=done, total=total))
+            report = runner.load_weights(on_bytes)
+        if parallel.world_size > 1:  # a step would wait as well, but not say for whom
+            world.arrive("load", parallel.timeout_seconds)
         report.warm_up_seconds = runner.warm_up()
+        report.bytes_of_ranks = [int(n) for n in world.collect(str(report.bytes_read), world.everyone())]
         for warning in report.warnings:
             console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
         return runner, report

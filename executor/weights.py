@@ -44,6 +44,7 @@ class Slot:
 @dataclass
 class LoadReport:
     bytes_read: int = 0
+    bytes_of_ranks: list[int] = field(default_factory=list)
     seconds: float = 0.0
     warm_up_seconds: float = 0.0
     warnings: list[str] = field(default_factory=list)

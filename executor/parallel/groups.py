@@ -7,6 +7,7 @@ collective all come from the Group it was given. A Group of size 1 is the identi
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -113,23 +114,38 @@ def planned_groups(rank: int = 0, **sizes: int) -> Groups:
     return Groups(**{name: Group(name, _ranks(table, name, rank).index(rank), table[name]) for name in NAMES})
 
 
-def connected_groups(**sizes: int) -> Groups:
+def communicators(rank: int, sizes: Mapping[str, int]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Group name -> (purpose, ranks) of the communicator that ``rank`` uses for it; groups of size 1 need none."""
+    table = {name: sizes.get(name, 1) for name in NAMES}
+    return {name: (npu.purpose(name), _ranks(table, name, rank)) for name in NAMES if table[name] > 1}
+
+
+def connected_groups(
+    sizes: Mapping[str, int], *, timeout_seconds: float = 600, buffer_mib: Mapping[str, int | None] | None = None
+) -> Groups:
     """The groups of this process, with processes behind them. ``torch.distributed`` is initialised; every rank calls
     this with the same sizes, and all ranks create all groups in the same order, as the library demands. Groups of the
-    same ranks and the same purpose share one communicator, also with those of an earlier call."""
-    me = dist.get_rank()
-    planned = planned_groups(me, **sizes)
-    table, handles = planned.sizes(), {}
+    same ranks and the same purpose share one communicator, also with those of an earlier call.
+
+    Args:
+        buffer_mib: HCCL's buffer per purpose; see ``platform.npu``.
+    """
+    buffers = buffer_mib or {}
+    me, everyone = dist.get_rank(), range(dist.get_world_size())
+    used = [communicators(rank, sizes) for rank in everyone]
+    alone = all(len(set(keys.values())) == 1 for keys in used)
     for name in NAMES:
-        purpose = npu.purpose(name)
-        for rank in range(dist.get_world_size()):
-            key = (purpose, _ranks(table, name, rank))
-            if len(key[1]) == 1:
-                continue
-            if key not in _communicators:
-                _communicators[key] = dist.new_group(key[1], pg_options=npu.group_options(purpose))
-            if me in key[1]:
-                handles[name] = _communicators[key]
+        for rank in everyone:
+            key = used[rank].get(name)
+            if key is not None and key not in _communicators:
+                purpose, ranks = key
+                _communicators[key] = dist.new_group(
+                    ranks,
+                    timeout=timedelta(seconds=timeout_seconds),
+                    pg_options=npu.group_options(purpose, buffers.get(purpose), alone=alone),
+                )
+    handles = {name: _communicators[key] for name, key in used[me].items()}
+    planned = planned_groups(me, **sizes)
     return Groups(**{name: replace(getattr(planned, name), handle=handles.get(name)) for name in NAMES})
 
 

@@ -1,34 +1,249 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes of a run: how one finds its rank, joins the others, and agrees with them."""
+"""The machines and processes of a run: how one finds its number, joins the others, agrees with them, and learns that
+one is lost.
 
+Two things connect the ranks. Collectives, which go over gloo for tensors on the host and over HCCL for tensors on an
+NPU, whatever group they are called on. And a store, a table of keys that the launcher of the first machine keeps. It
+answers while a rank is dead or hung, so through it the others find out which one that is.
+"""
+
+import ctypes
 import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from executor.errors import UserError
 from executor.parallel.groups import Group, forget_communicators
+
+LAUNCHER = "EXECUTOR_LAUNCHER_PID"  # in a rank's environment: the process that started it
+PEER_LOST = 75  # exit code of a rank that lost another; EX_TEMPFAIL of sysexits.h: it may work if tried again
+PATIENCE_SECONDS = 600  # for another rank, unless parallel_config.timeout_seconds says otherwise
+ROLL_CALL_SECONDS = 10  # for ranks that live: all of them wait for the one that is lost, so they notice together
+POLL_SECONDS = 0.05
+DEFAULT_PORT = 29500  # of the store, with several machines; torchrun's default too
+# What the two libraries and their error codes (EI0002: no notify from a remote rank) look like in a message.
+COLLECTIVE = re.compile(r"gloo|hccl|\bE[IJ]\d{4}\b", re.IGNORECASE)
+
+_store: dist.Store | None = None
+_arrivals = 0
+
+
+class PeerLost(UserError):
+    """Another rank died, hangs, or never came. The command line exits with ``PEER_LOST``, by which the launcher knows
+    that the cause is elsewhere."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """This machine among the ``count`` of a run. The store is at ``address`` and ``port``; 0 is any free port."""
+
+    rank: int = 0
+    count: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+
+
+ONLY_MACHINE = Machine()
+
+
+def this_machine(hosts: Sequence[str], world_size: int, variables: Mapping[str, str] = os.environ) -> Machine:
+    """Find this machine by NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in ``variables``, or else by looking which
+    entry of ``hosts`` (parallel_config.hosts) is an address or a name of it.
+
+    Raises:
+        UserError: a variable is missing or wrong, or no entry of ``hosts``, or more than one, is this machine.
+    """
+    count = _integer(variables, "NNODES", 1, 65536) or len(hosts) or 1
+    if hosts and count != len(hosts):
+        raise UserError(f"NNODES={count}, but parallel_config.hosts has {len(hosts)} entries; leave one of the two out")
+    if world_size % count:
+        raise UserError(f"NNODES={count} does not divide parallel_config.world_size={world_size}, as it has to")
+    rank = _integer(variables, "NODE_RANK", 0, count - 1)
+    if rank is None and hosts:
+        rank = _position(hosts)
+    if count == 1:
+        return Machine(port=_integer(variables, "MASTER_PORT", 1, 65535) or 0)
+    address = variables.get("MASTER_ADDR") or (hosts[0] if hosts else "")
+    if rank is None or not address:
+        raise UserError(
+            f"NNODES={count} needs {'NODE_RANK' if rank is None else 'MASTER_ADDR'} in the environment: NODE_RANK is "
+            f"0 to {count - 1}, another on each machine, MASTER_ADDR the address of the machine with 0"
+        )
+    port = _integer(variables, "MASTER_PORT", 1, 65535) or DEFAULT_PORT
+    return Machine(rank=rank, count=count, address=address, port=port)
+
+
+def _integer(variables: Mapping[str, str], name: str, low: int, high: int) -> int | None:
+    text = variables.get(name, "").strip()
+    if not text:
+        return None
+    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+        hint = "; NNODES is how many machines there are" if name == "NODE_RANK" else ""
+        raise UserError(f"{name}={text} in the environment: expected an integer from {low} to {high}{hint}")
+    return int(text)
+
+
+def _position(hosts: Sequence[str]) -> int:
+    found = [number for number, host in enumerate(hosts) if _is_here(host)]
+    if len(found) != 1:
+        what = f"entries {found} are all" if found else "no entry is"
+        raise UserError(
+            f"parallel_config.hosts={list(hosts)}: {what} this machine ({socket.gethostname()}); list one address or "
+            "resolvable name per machine, or set NODE_RANK in the environment"
+        )
+    return found[0]
+
+
+def _is_here(host: str) -> bool:
+    """Whether ``host`` names this machine: only a local address can be bound to."""
+    if host == socket.gethostname():
+        return True
+    with suppress(OSError):  # a name that does not resolve
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
 
 
 def rank() -> int:
-    """This process's number among those that torchrun started; 0 when it started none."""
+    """This process's number among those that were started together; 0 when it was started alone."""
     return int(os.environ.get("RANK", "0"))
 
 
 def launched() -> bool:
-    """Whether torchrun started this process."""
+    """Whether this process is one of several that were started together, by our launcher or by torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def join(device_type: str) -> None:
-    """Initialise torch.distributed, once: gloo between CPUs, hccl between NPUs (not run on a card yet)."""
-    if not dist.is_initialized():
-        dist.init_process_group("hccl" if device_type == "npu" else "gloo")
+def die_with_launcher() -> None:
+    """From here on this rank does not outlive a launcher that is killed (Linux; elsewhere collectives time out)."""
+    if LAUNCHER not in os.environ or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG, linux/prctl.h
+    if os.getppid() != int(os.environ[LAUNCHER]):  # it was killed before
+        os._exit(PEER_LOST)
+
+
+def join(device_type: str, timeout_seconds: float = PATIENCE_SECONDS) -> None:
+    """Initialise torch.distributed, once. Between CPUs tensors travel by gloo, between NPUs by HCCL (not run on a card
+    yet); what lies on the host travels by gloo in both cases, in the same groups.
+
+    Args:
+        timeout_seconds: longest wait for the others here, and for a peer in a host-side collective.
+    Raises:
+        PeerLost: not all ranks came in time; the message names those that did not.
+    """
+    global _store
+    if dist.is_initialized():
+        return
+    limit, size = timedelta(seconds=timeout_seconds), int(_variable("WORLD_SIZE"))
+    address, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
+    # our launcher and torchrun keep the store themselves; where neither did, rank 0 does
+    host = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(address, port, is_master=host, timeout=limit, wait_for_workers=False)
+    except RuntimeError as error:
+        raise PeerLost(f"MASTER_ADDR={address}, MASTER_PORT={port}: no answer ({_first_line(error)})") from error
+    _store = dist.PrefixStore("ranks", store)
+    arrive("start", timeout_seconds)
+    backend = "cpu:gloo,npu:hccl" if device_type == "npu" else "gloo"
+    dist.init_process_group(backend, store=_store, rank=rank(), world_size=size, timeout=limit)
+
+
+def _variable(name: str) -> str:
+    if name not in os.environ:
+        raise UserError(
+            f"parallel_config.world_size is above 1, but {name} is not in the environment; start the ranks with "
+            "scripts/infer.sh or torchrun"
+        )
+    return os.environ[name]
 
 
 def leave() -> None:
+    global _store
     if dist.is_initialized():
         dist.destroy_process_group()
         forget_communicators()
+        _store = None
+
+
+def arrive(what: str, timeout_seconds: float) -> None:
+    """Wait until all ranks are here. ``what`` is what they do before, such as ``load``; all call this equally often.
+
+    Raises:
+        PeerLost: not all came within ``timeout_seconds`` of this rank; the message names those that did not.
+    """
+    global _arrivals
+    _arrivals += 1
+    missing = _missing(f"{_arrivals} {what}", timeout_seconds)
+    if missing:
+        raise PeerLost(
+            f"{_named(missing)} did not {what} within parallel_config.timeout_seconds={timeout_seconds:g} of "
+            f"rank {rank()}; the log of that rank may say why, or raise the time"
+        )
+
+
+def _missing(event: str, seconds: float) -> list[int]:
+    """Ranks that have not said ``event`` ``seconds`` from now; empty as soon as all have."""
+    if _store is None:
+        raise RuntimeError(f"{event}: this process has not joined the others")
+    keys = [f"{event} {number}" for number in range(int(_variable("WORLD_SIZE")))]
+    _store.set(keys[rank()], "")
+    deadline = time.monotonic() + seconds
+    while not _store.check(keys):
+        if time.monotonic() > deadline:
+            return [number for number, key in enumerate(keys) if not _store.check([key])]
+        time.sleep(POLL_SECONDS)
+    return []
+
+
+def lost_peer(error: Exception) -> PeerLost | None:
+    """What ``error`` means if it came from a collective, else None. All ranks are called: those that do not answer
+    within ``ROLL_CALL_SECONDS`` are named."""
+    known = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and COLLECTIVE.search(str(error)))
+    if _store is None or not known:
+        return None
+    files = (__file__, forget_communicators.__code__.co_filename)
+    frames = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    where = f"{frames[-1] if frames else 'a collective'} of rank {rank()}"
+    try:
+        missing = _missing("lost", ROLL_CALL_SECONDS)
+    except RuntimeError:
+        return PeerLost(f"{where} failed, and the launcher of the first machine is gone: {_first_line(error)}")
+    if not missing:
+        return PeerLost(f"{where} failed although all ranks answer: {_first_line(error)}")
+    return PeerLost(
+        f"{_named(missing)} did not take part in {where}: {_first_line(error)} (parallel_config.timeout_seconds)"
+    )
+
+
+def _named(ranks: Iterable[int]) -> str:
+    numbers = [str(number) for number in ranks]
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+
+
+def _first_line(error: Exception) -> str:
+    """Without the place in the library's sources that gloo puts in front."""
+    return re.sub(r"^\[[^\]]*\]\s*", "", (str(error).splitlines() or [""])[0])
+
+
+def everyone() -> Group:
+    """All ranks as a Group; of size 1 where this process is alone."""
+    if not dist.is_initialized():
+        return Group("world")
+    return Group("world", dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
 
 def share(ids: list[int], group: Group) -> list[int]:

@@ -26,7 +26,8 @@ KEYS = {
         max_position_embeddings""",
     "data_config": "dataset input_truncated_len chat_template system_prompt",
     "parallel_config": """world_size attn_tp_size dense_tp_size moe_tp_size moe_ep_size embed_tp_size
-        lmhead_tp_size sequence_parallel_prefill moe_prefill_strategy moe_decode_strategy hosts""",
+        lmhead_tp_size sequence_parallel_prefill moe_prefill_strategy moe_decode_strategy
+        timeout_seconds hccl_buffer_size hosts""",
     "scheduler_config": """batch_size max_new_tokens max_prefill_tokens max_seq_len block_size
         mem_fraction_static num_blocks""",
     "sampling_config": "do_sample temperature top_k top_p min_p repetition_penalty seed ignore_eos stop",

@@ -32,12 +32,12 @@ def test_cache_holds_at_least_one_sequence_of_full_length_or_the_plan_refuses():
     assert plan(f"scheduler_config.mem_fraction_static={share + 1e-6}").memory == dataclasses.replace(
         tight, budget=int(64 * GIB * (share + 1e-6))
     )
-    with pytest.raises(UserError, match=r"out of memory, predicted: 55\.\d+ GiB per rank \(weights 54\.9"):
+    with pytest.raises(UserError, match=r"out of memory, predicted: 56\.\d+ GiB per rank \(weights 54\.9"):
         plan(f"scheduler_config.mem_fraction_static={share - 1e-4}")
 
 
 def test_blocks_shrink_with_memory_but_not_below_one_sequence():
-    fixed = dict(weights=100, kv_block=10, logits=5, workspace=5, wanted=50, smallest=8)
+    fixed = dict(weights=100, kv_block=10, logits=5, workspace=3, communicators=2, wanted=50, smallest=8)
     assert plan_blocks(**fixed, budget=1000).num_blocks == 50
     assert plan_blocks(**fixed, budget=310).num_blocks == 20
     assert plan_blocks(**fixed, budget=150).num_blocks == 8
@@ -129,6 +129,19 @@ def test_mc2_is_refused_with_the_limit_that_it_breaks():
     assert chosen.blueprint.moe_strategies["decode"] == "ep_allgather"
     with pytest.raises(UserError, match=r"moe_decode_strategy=ep_mc2 cannot work in this layout \(.*512"):
         plan(*wide, "parallel_config.moe_decode_strategy=ep_mc2", recipe="qwen3_moe_a3_ep16")
+
+
+def test_groups_of_the_same_ranks_share_one_communicator_but_mc2_has_its_own():
+    def of(recipe, *overrides):
+        return plan(*overrides, recipe=recipe).memory.communicators
+
+    one = 2 * 200 << 20  # HCCL's default, to send and to receive
+    assert of("qwen3_dense_8b_a3_tp1") == 0
+    assert of("qwen3_moe_a3_tp8") == one  # attention, experts, embedding and head: the same eight ranks
+    assert of("qwen3_moe_a3_tp8", "parallel_config.hccl_buffer_size=100") == one // 2
+    both = of("qwen3_moe_a3_ep16")
+    small = plan(recipe="qwen3_moe_a3_ep16").buffer_mib["mc2"]
+    assert both == one + (2 * small << 20)
 
 
 def test_a_plan_of_a_huge_context_allocates_nothing():

@@ -130,8 +130,8 @@ def worst_differences(world):
     that is finite; from the kernels that do not send them, exact zeros."""
     rank = dist.get_rank()
     shapes = {}
-    split = connected_groups(moe_tp=world)
-    spread = connected_groups(moe_ep=world, moe_ep_mc2=world)
+    split = connected_groups({"moe_tp": world})
+    spread = connected_groups({"moe_ep": world, "moe_ep_mc2": world})
     found = {}
     for name, case in itertools.product((*STRATEGIES, "ep_mc2, weights sent too"), cases(world)):
         groups = split if name == "tp" else spread
