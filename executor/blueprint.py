@@ -72,12 +72,18 @@ class Blueprint:
         moe, hidden = self.config.moe, self.config.hidden_size
         if moe is None:
             raise ValueError("this model has no experts")
-        gate = (BalancedGate if self.balanced_gate else Gate)(moe, hidden, self.storage)
+        ep = self.groups.moe_ep
+        # where tokens are replicated all ranks route the same ones
+        turn = ep.rank if "decode" in self.sharded else 0
+        gate = BalancedGate(moe, hidden, self.storage, turn) if self.balanced_gate else Gate(moe, hidden, self.storage)
         experts = Experts(moe, hidden, self.groups.moe_tp, self.groups.moe_ep, self.storage)
-        strategies = {phase: self._strategy(name, moe, experts.mine) for phase, name in self.moe_strategies.items()}
-        return MoeBlock(gate, experts, strategies, self.tokens(self.groups.moe_tp))
+        tokens = self.tokens(self.groups.moe_tp)
+        strategies = {
+            phase: self._strategy(name, moe, experts.mine, tokens[phase]) for phase, name in self.moe_strategies.items()
+        }
+        return MoeBlock(gate, experts, strategies, tokens)
 
-    def _strategy(self, name: StrategyName, moe: MoeConfig, mine: range) -> Strategy:
+    def _strategy(self, name: StrategyName, moe: MoeConfig, mine: range, slices: Tokens) -> Strategy:
         ep = self.groups.moe_ep
         match name:
             case "tp":
@@ -87,7 +93,7 @@ class Blueprint:
             case "ep_allgather":
                 return AllGatherExperts(moe.num_experts, mine, ep)
             case "ep_double_routing":
-                return DoubleRouting(moe.num_experts, mine, ep)
+                return DoubleRouting(moe.num_experts, mine, ep, slices)
             case "ep_mc2":
                 mc2 = self.groups.moe_ep_mc2
                 return DispatchCombine(moe.num_experts, mine, mc2, send_weights=self.mc2_sends_weights)

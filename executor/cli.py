@@ -223,7 +223,10 @@ def main() -> int:
             message = str(error.format_message() if hasattr(error, "format_message") else error)
             # no message: no arguments at all, and the help has been shown
             return _complain(f"{message.rstrip('.')}; usage: {USAGE}") if message else 2
-        raise
+        if not world.launched():
+            raise
+        traceback.print_exception(error)
+        return _end(1)
     world.leave()
     if code == INTERRUPTED:
         print("interrupted", file=sys.stderr)
@@ -243,8 +246,12 @@ def _open_streams() -> None:
 
 def _complain(problem: object) -> int:
     print(f"error: {' '.join(str(problem).split())}", file=sys.stderr)  # one line, whatever a file is called
-    code = world.PEER_LOST if isinstance(problem, world.PeerLost) else 2
-    if world.launched():  # one of several: a communicator whose other end is gone may never close
+    return _end(world.PEER_LOST if isinstance(problem, world.PeerLost) else 2)
+
+
+def _end(code: int) -> int:
+    """What a failure returns. One of several ranks ends at once: a communicator to a lost peer may never close."""
+    if world.launched():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

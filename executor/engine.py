@@ -15,7 +15,7 @@ from executor.model_runner import ModelRunner
 from executor.parallel import world
 from executor.plan import Plan
 from executor.sampler import Sampler
-from executor.scheduler import IDLE, Outlook, Request, Scheduler, Sequence, Step
+from executor.scheduler import FAILED, IDLE, Outlook, Request, Scheduler, Sequence, Step
 
 
 @dataclass
@@ -63,6 +63,8 @@ class Engine:
         self.scheduler = new_scheduler(runner.plan, runner.causal_mask)
         self.sampler = Sampler(vocab_limit)
         self.tally = Tally()
+        self.failed = False  # the last step gave a request logits that are not finite
+        self.last: Step | None = None
 
     def add(self, request: Request) -> Sequence:
         """Queue ``request``. Raises UserError if it can never be served."""
@@ -76,14 +78,19 @@ class Engine:
         appended to their output; None when no group has anything to do.
 
         Raises:
-            NonFiniteLogits: the model produced NaN or infinity for a request.
+            NonFiniteLogits: the step before produced NaN or infinity for a request, of this group or of another one.
+                Only now do all groups know, and can look for the layer together.
         """
         started = time.perf_counter()
-        agreed = self._agree(self.scheduler.outlook())
+        agreed = self._agree(Outlook(FAILED, 0, 0) if self.failed else self.scheduler.prepare())
+        if agreed.phase == FAILED and self.last is not None:
+            raise self.runner.explain_non_finite(self.last.batch)
         if agreed.phase == IDLE:
             return None
-        step = self.scheduler.next_step(agreed)
+        step = self.last = self.scheduler.next_step(agreed)
         tokens = self._next_tokens(step)
+        if self.failed:
+            return []
         for sequence, count in step.cached:
             if sequence.num_cached == 0:
                 sequence.started = started
@@ -107,10 +114,10 @@ class Engine:
         logits = self.runner.step(step.batch)
         wanted = logits[step.rows.to(logits.device)]
         # in prefill every row belongs to a request, also one that ends a chunk; in decode only the wanted ones do
-        prefill = step.batch.phase == "prefill"
-        if step.cached and not bool((logits if prefill else wanted).isfinite().all()):
-            rows = torch.arange(step.batch.num_tokens) if prefill else step.rows
-            raise self.runner.explain_non_finite(step.batch, rows.to(logits.device))
+        looked_at = logits if step.batch.phase == "prefill" else wanted
+        self.failed = bool(step.cached) and not bool(looked_at.isfinite().all())
+        if self.failed:
+            return []
         tokens = self.sampler.sample(
             wanted.cpu(),
             [sequence.request.sampling for sequence in step.sequences],

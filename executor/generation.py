@@ -81,6 +81,8 @@ def generate(
     """
     group = runner.groups.attn_dp
     engine, mine = Engine(runner, vocab_limit), range(group.rank, len(requests), group.size)
+    for number, request in enumerate(requests):  # on every rank, so that all refuse the same one
+        engine.scheduler.require(request, number)
     sequences = [engine.add(requests[number]) for number in mine]
     answers = [Answer(number, len(s.request.prompt)) for number, s in zip(mine, sequences)]
     ears = [_Ear(codec, stop) for _ in sequences]

@@ -54,11 +54,12 @@ def run_ranks(
             PeerLost: all that is known is that ranks lost another. KeyboardInterrupt: Ctrl-C. No rank is left.
     """
     log_folder.mkdir(parents=True, exist_ok=True)
-    store = _open_store(machine, timeout_seconds)
     share = size // machine.count
     numbers = range(machine.rank * share, (machine.rank + 1) * share)
-    if machine.rank:
-        print(f"ranks {numbers[0]} to {numbers[-1]} log to {log_folder}; machine 0 prints", file=sys.stderr)
+    if machine.count > 1:  # what is missing if nothing more comes
+        meets = f"meets {machine.count - 1} more at {machine.address}:{machine.port}"
+        print(f"machine {machine.rank} {meets}; ranks {numbers[0]} to {numbers[-1]}, {log_folder}", file=sys.stderr)
+    store = _open_store(machine, timeout_seconds)
     with ExitStack() as stack:
         environment = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // share)),

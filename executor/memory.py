@@ -84,7 +84,11 @@ def workspace_bytes(blueprint: Blueprint, phase: Phase, tokens: int) -> int:
     dense, expanded = feed_forward_rows(blueprint, phase, tokens)
     widest = attention
     if len(config.moe_layers) < config.num_hidden_layers:
-        widest = max(widest, dense * 3 * config.intermediate_size // groups.dense_tp.size)
+        gathered = 2 * dense * config.hidden_size if phase in blueprint.sharded else 0
+        widest = max(widest, gathered + dense * 3 * config.intermediate_size // groups.dense_tp.size)
+    if phase in blueprint.sharded:  # rows of the tokens of all ranks of the embedding's group, and masked ones
+        looked_up = -(-tokens // groups.attn_tp.size) * groups.embed_tp.size
+        widest = max(widest, 2 * looked_up * config.hidden_size)
     if config.moe is not None and config.moe_layers:
         local = config.moe.moe_intermediate_size // groups.moe_tp.size
         widest = max(widest, expanded * (2 * config.hidden_size + 3 * local))

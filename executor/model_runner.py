@@ -85,6 +85,9 @@ class ModelRunner(ABC):
         set_product(plan.features.product)
         storage = dataclasses.replace(plan.blueprint.storage, device=self.device)
         self.groups = self._connect()
+        # each rank planned with the memory that it saw; those of one attention group have to schedule alike
+        blocks = -world.largest([-plan.memory.num_blocks], world.everyone())[0]
+        self.plan = plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, num_blocks=blocks))
         blueprint = dataclasses.replace(plan.blueprint, storage=storage, groups=self.groups)
         self.model = self.build_model(blueprint).eval()
         check_coverage(self.model.slots(), self.model.parameters())
@@ -179,34 +182,30 @@ class ModelRunner(ABC):
         return dataclasses.replace(batch, **moved)
 
     @torch.inference_mode()
-    def explain_non_finite(self, batch: Batch, rows: torch.Tensor) -> NonFiniteLogits:
-        """Run ``batch`` again (it writes what it wrote before) and find the first module whose output in ``rows`` of
-        the T tokens is not finite. Other attention groups know nothing of it, so with them nothing is run."""
-        hint = (
-            "; float16 overflows on Qwen3: use bfloat16" if self.plan.blueprint.storage.dtype == torch.float16 else ""
-        )
-        if self.groups.attn_dp.size > 1:
-            return NonFiniteLogits(f"logits are not finite{hint}; with attn_tp_size=world_size the layer is named")
+    def explain_non_finite(self, batch: Batch) -> NonFiniteLogits:
+        """Run ``batch`` again (it writes what it wrote before) and find the first module whose output for a request is
+        not finite on any rank. All ranks call this together, each with its own last batch."""
         modules: list[tuple[str, nn.Module]] = [("model.embed_tokens", self.model.embed_tokens)]
         modules += [(f"model.layers.{i}", layer) for i, layer in enumerate(self.model.layers)]
-        found = [len(modules)]
+        found, own = [len(modules)], self._own(batch)
 
         def watch(number: int) -> Callable[..., None]:
             def look(module: nn.Module, args: Any, output: Any) -> None:
                 tensors = output if isinstance(output, tuple) else (output,)
-                # a rank that holds some of the tokens looks at all of these
-                wanted = [t[rows] if t.shape[0] == batch.num_tokens else t for t in tensors]
-                if not all(bool(t.isfinite().all()) for t in wanted):
+                if not all(bool(t[own.active].isfinite().all()) for t in tensors):
                     found.append(number)
 
             return look
 
         hooks = [module.register_forward_hook(watch(number)) for number, (_, module) in enumerate(modules)]
         try:
-            self.model(self._own(batch), self.caches)
+            self.model(own, self.caches)
         finally:
             for hook in hooks:
                 hook.remove()
-        first = -world.largest([-min(found)], self.groups.attn_tp)[0]
+        first = -world.largest([-min(found)], world.everyone())[0]
         name = modules[first][0] if first < len(modules) else "model.norm or lm_head"
+        hint = (
+            "; float16 overflows on Qwen3: use bfloat16" if self.plan.blueprint.storage.dtype == torch.float16 else ""
+        )
         return NonFiniteLogits(f"logits are not finite; the first layer with NaN or infinity is {name}{hint}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from executor.batch import PHASES, Phase
+from executor.batch import Phase
 from executor.blueprint import Blueprint
 from executor.config import RunConfig
 from executor.decisions import (
@@ -39,8 +39,7 @@ from executor.memory import (
 )
 from executor.model_config import ModelConfig
 from executor.moe import mc2_limits
-from executor.moe.strategy import Choice, StrategyName, choose
-from executor.parallel.groups import NAMES, Groups, planned_groups
+from executor.moe_plan import groups_of, mc2_buffer_mib, moe_choices
 from executor.platform.features import GIB, Features
 from executor.platform.npu import LAYERS, MC2
 from executor.quant.packed import PackedLinear
@@ -84,8 +83,8 @@ def make_plan(
     max_seq_len, why_length = _max_seq_len(run, config)
     check_layout(run.parallel, config)
     batch_size = run.scheduler.batch_size // run.parallel.attn_dp_size
-    choices = _moe_choices(run, config, features, batch_size)
-    groups = _groups(run, choices)
+    choices = moe_choices(run, config, features, batch_size)
+    groups = groups_of(run, choices)
     scheme, why_scheme = _scheme(dtype, features)
     blueprint = Blueprint(
         config=config,
@@ -104,7 +103,7 @@ def make_plan(
             f"scheduler_config.max_prefill_tokens={run.scheduler.max_prefill_tokens} must exceed the batch of "
             f"{batch_size} per rank: a step carries one token of each running answer besides the prompt's"
         )
-    mc2_buffer = _mc2_buffer_mib(run, config, features, groups, batch_size)
+    mc2_buffer = mc2_buffer_mib(run, config, features, groups, batch_size)
     buffers = {LAYERS: run.parallel.hccl_buffer_size, MC2: mc2_buffer}
     memory = _memory(run, blueprint, features, batch_size, build_model(blueprint), buffers)
     decisions = [
@@ -171,61 +170,6 @@ def _max_seq_len(run: RunConfig, config: ModelConfig) -> tuple[int, str]:
     return wanted, "scheduler_config.max_seq_len"
 
 
-def _groups(run: RunConfig, choices: Mapping[Phase, Choice]) -> Groups:
-    """The groups of rank 0; MC2's exists only if a phase uses it."""
-    sizes = {name: getattr(run.parallel, f"{name}_size") for name in NAMES if name != "moe_ep_mc2"}
-    uses_mc2 = any(choice.strategy == "ep_mc2" for choice in choices.values())
-    return planned_groups(0, **sizes, moe_ep_mc2=run.parallel.moe_ep_size if uses_mc2 else 1)
-
-
-def _mc2_buffer_mib(
-    run: RunConfig, config: ModelConfig, features: Features, groups: Groups, batch_size: int
-) -> int | None:
-    """What the MC2 kernels need in their communicator, or what the recipe gives if that is more."""
-    if groups.moe_ep_mc2.size == 1 or features.name not in mc2_limits.LIMITS or config.moe is None:
-        return None
-    least = mc2_limits.buffer_bytes(
-        features.name,
-        hidden_size=config.hidden_size,
-        tokens=-(-batch_size // groups.attn_tp.size),
-        top_k=config.moe.num_experts_per_tok,
-        num_experts=config.moe.num_experts,
-        moe_ep=groups.moe_ep.size,
-    )
-    return max(-(-least // (1 << 20)), run.parallel.hccl_buffer_size or 0)
-
-
-def _moe_choices(run: RunConfig, config: ModelConfig, features: Features, batch_size: int) -> dict[Phase, Choice]:
-    parallel, moe = run.parallel, config.moe
-    if moe is None or not config.moe_layers:
-        return {}
-    refused = mc2_limits.refusal(
-        features.name if features.device_type == "npu" else "cpu",
-        hidden_size=config.hidden_size,
-        tokens=-(-batch_size // parallel.attn_tp_size),
-        top_k=moe.num_experts_per_tok,
-        num_experts=moe.num_experts,
-        moe_ep=parallel.moe_ep_size,
-        moe_tp=parallel.moe_tp_size,
-    )
-    wanted: dict[Phase, StrategyName | None] = {
-        "prefill": parallel.moe_prefill_strategy,
-        "decode": parallel.moe_decode_strategy,
-    }
-    return {
-        phase: choose(
-            phase,
-            sharded=phase in parallel.sharded_phases,
-            moe_ep=parallel.moe_ep_size,
-            top_k=moe.num_experts_per_tok,
-            mc2_refusal=refused,
-            static=phase == "decode" and run.model.exe_mode != "eager",
-            wanted=wanted[phase],
-        )
-        for phase in PHASES
-    }
-
-
 def _memory(
     run: RunConfig,
     blueprint: Blueprint,
@@ -244,6 +188,9 @@ def _memory(
             f"blocks of the {batch_size} decode rows; set at least {scratch + 1}"
         )
 
+    # the ranks of a machine share its memory, where they have no device each
+    sharers = run.parallel.world_size // max(1, len(run.parallel.hosts)) if features.device_type == "cpu" else 1
+
     def workspace(phase: Phase, tokens: int) -> int:
         reference = reference_workspace_bytes(blueprint, phase, tokens) if features.device_type == "cpu" else 0
         return workspace_bytes(blueprint, phase, tokens) + reference
@@ -255,7 +202,7 @@ def _memory(
         logits=batch_size * config.vocab_size * (itemsize + 4),
         workspace=max(workspace("prefill", scheduler.max_prefill_tokens), workspace("decode", batch_size)),
         communicators=communicator_bytes(groups, buffer_mib) if features.device_type == "npu" else 0,
-        budget=int(features.memory_bytes * scheduler.mem_fraction_static),
+        budget=int(features.memory_bytes // sharers * scheduler.mem_fraction_static),
         wanted=scheduler.num_blocks or batch_size * per_sequence + scratch,
         smallest=scheduler.num_blocks or per_sequence + scratch,
     )
@@ -284,7 +231,7 @@ def _packed_copy(blueprint: Blueprint, model: CausalLM) -> int:
     if not isinstance(blueprint.scheme, PackedLinear):
         return 0
     config, itemsize = blueprint.config, blueprint.storage.dtype.itemsize
-    head = config.vocab_size * config.hidden_size if model.shares_head else 0
+    head = config.vocab_size * config.hidden_size // blueprint.groups.lmhead_tp.size if model.shares_head else 0
     o_proj = config.num_attention_heads * config.head_dim * config.hidden_size // blueprint.groups.attn_tp.size
     rows = config.num_hidden_layers * o_proj if blueprint.exchange_heads else 0
     return itemsize * (head + rows)

@@ -87,7 +87,8 @@ class Outlook(NamedTuple):
     """What an attention group is about to do, as numbers whose largest over all groups is what they all do.
 
     Attributes:
-        phase: ``IDLE``, ``DECODE`` or ``PREFILL``: if one group has a prompt to process, all take a prefill step.
+        phase: ``IDLE``, ``DECODE``, ``PREFILL`` (if one group has a prompt to process, all take a prefill step) or
+            ``FAILED`` (the last step of a group went wrong, so all give up).
         num_tokens: T of this group's step, if it is of that phase.
         num_rows: its rows of logits.
     """
@@ -97,7 +98,7 @@ class Outlook(NamedTuple):
     num_rows: int
 
 
-IDLE, DECODE, PREFILL = 0, 1, 2
+IDLE, DECODE, PREFILL, FAILED = 0, 1, 2, 3
 
 
 class Scheduler:
@@ -124,9 +125,10 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self._count = 0
 
-    def add(self, request: Request) -> Sequence:
-        """Queue ``request``. Raises UserError if it can never be served."""
-        length, number = len(request.prompt), self._count
+    def require(self, request: Request, number: int) -> tuple[int, int]:
+        """How many new tokens ``request`` can get at most, and how many cache blocks it needs. Raises UserError, which
+        calls it prompt ``number``, counted from 0, if it can never be served."""
+        length = len(request.prompt)
         if length == 0:
             raise UserError(f"prompt {number + 1} is empty")
         if length >= self.max_seq_len:
@@ -146,7 +148,11 @@ class Scheduler:
                 f"prompt {number + 1} with its answer ({length} + {new_tokens} tokens) needs {blocks} cache blocks, "
                 f"the cache has {self.pool.capacity}; raise scheduler_config.num_blocks or lower max_new_tokens"
             )
-        sequence = Sequence(number, request, new_tokens, blocks)
+        return new_tokens, blocks
+
+    def add(self, request: Request) -> Sequence:
+        """Queue ``request``. Raises UserError if it can never be served."""
+        sequence = Sequence(self._count, request, *self.require(request, self._count))
         self._count += 1
         self.waiting.append(sequence)
         return sequence
@@ -169,7 +175,7 @@ class Scheduler:
         """Raises RuntimeError if a cache block is lost or shared."""
         self.pool.check(sequence.blocks for sequence in self.running)
 
-    def outlook(self) -> Outlook:
+    def prepare(self) -> Outlook:
         """Admit what fits, and say what comes next."""
         self._admit()
         spans = [span for _, span in self._mixed_spans()] or [dead_span(0, self.block_size)]
@@ -181,7 +187,7 @@ class Scheduler:
 
     def next_step(self, agreed: Outlook | None = None) -> Step:
         """Build the next batch as all groups ``agreed``; None: there is only this one, and it has something to do."""
-        agreed = agreed or self.outlook()
+        agreed = agreed or self.prepare()
         return self._prefill_step(agreed) if agreed.phase == PREFILL else self._decode_step()
 
     def _admit(self) -> None:

@@ -99,7 +99,7 @@ class Session:
                 eos_ids=eos,
                 sampling=dataclasses.replace(self.sampling, seed=seed),
             )
-            trial.add(request)
+            trial.require(request, number)
             requests.append(request)
         return requests
 

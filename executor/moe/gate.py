@@ -34,7 +34,14 @@ class BalancedGate(Gate):
     """The router's own weights, but experts in turn (``force_eplb``): random weights would route unevenly, and a
     benchmark of shapes would then measure that unevenness. The answers mean nothing."""
 
+    def __init__(self, moe: MoeConfig, hidden_size: int, storage: Storage, turn: int) -> None:
+        """``turn``: number of this rank among those that bring other tokens to the same experts; each goes on where
+        the one before it stopped."""
+        super().__init__(moe, hidden_size, storage)
+        self.turn = turn
+
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = super().forward(x)
-        turn = torch.arange(ids.numel(), dtype=ids.dtype, device=ids.device) % self.num_experts
-        return weights, turn.view_as(ids)
+        first = self.turn * ids.numel()
+        experts = torch.arange(first, first + ids.numel(), dtype=ids.dtype, device=ids.device) % self.num_experts
+        return weights, experts.view_as(ids)

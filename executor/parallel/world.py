@@ -155,7 +155,7 @@ def join(device_type: str, timeout_seconds: float = PATIENCE_SECONDS) -> None:
     try:
         store = dist.TCPStore(address, port, is_master=host, timeout=limit, wait_for_workers=False)
     except RuntimeError as error:
-        raise PeerLost(f"MASTER_ADDR={address}, MASTER_PORT={port}: no answer ({_first_line(error)})") from error
+        raise PeerLost(f"MASTER_ADDR={address}, MASTER_PORT={port}: no answer ({_first_sentence(error)})") from error
     _store = dist.PrefixStore("ranks", store)
     arrive("start", timeout_seconds)
     backend = "cpu:gloo,npu:hccl" if device_type == "npu" else "gloo"
@@ -190,8 +190,8 @@ def arrive(what: str, timeout_seconds: float) -> None:
     missing = _missing(f"{_arrivals} {what}", timeout_seconds)
     if missing:
         raise PeerLost(
-            f"{_named(missing)} did not {what} within parallel_config.timeout_seconds={timeout_seconds:g} of "
-            f"rank {rank()}; the log of that rank may say why, or raise the time"
+            f"{_named(missing)} did not {what} within parallel_config.timeout_seconds={timeout_seconds:g} after rank "
+            f"{rank()} did; a log there may say why, or raise that time"
         )
 
 
@@ -217,16 +217,15 @@ def lost_peer(error: Exception) -> PeerLost | None:
         return None
     files = (__file__, forget_communicators.__code__.co_filename)
     frames = [frame.name for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
-    where = f"{frames[-1] if frames else 'a collective'} of rank {rank()}"
+    where, what = f"{frames[-1] if frames else 'a collective'} of rank {rank()}", _first_sentence(error)
     try:
         missing = _missing("lost", ROLL_CALL_SECONDS)
     except RuntimeError:
-        return PeerLost(f"{where} failed, and the launcher of the first machine is gone: {_first_line(error)}")
+        return PeerLost(f"{where} failed, and so did the launcher of the first machine: {what}")
     if not missing:
-        return PeerLost(f"{where} failed although all ranks answer: {_first_line(error)}")
-    return PeerLost(
-        f"{_named(missing)} did not take part in {where}: {_first_line(error)} (parallel_config.timeout_seconds)"
-    )
+        return PeerLost(f"{where} failed although all ranks answer: {what}")
+    hint = " (parallel_config.timeout_seconds)" if "timed out" in what.lower() else ""
+    return PeerLost(f"{_named(missing)} did not take part in {where}: {what}{hint}")
 
 
 def _named(ranks: Iterable[int]) -> str:
@@ -234,9 +233,9 @@ def _named(ranks: Iterable[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
 
 
-def _first_line(error: Exception) -> str:
-    """Without the place in the library's sources that gloo puts in front."""
-    return re.sub(r"^\[[^\]]*\]\s*", "", (str(error).splitlines() or [""])[0])
+def _first_sentence(error: Exception) -> str:
+    """Without the place in the library's sources that gloo puts in front, and what is the same in all its errors."""
+    return re.sub(r"^\[[^\]]*\]\s*", "", str(error)).split("\n")[0].split(". ")[0]
 
 
 def everyone() -> Group:

@@ -15,27 +15,30 @@ from tests.multirank.test_layouts import ROOT
 
 WORLD, TOKENS = 4, 16  # so many that every share of tokens reaches all experts equally often
 ROW = re.compile(r"\| (.+) \| (both|prefill|decode) \| `(.+?)` \| (.*?) ?\| (.*?) ?\| `(.+?)` \|")
+OUTSIDE = re.compile(r"\| (.+) \| (both|prefill|decode) \| `(.+?)` \| (.*?) \|")
 
 
 def table() -> list[dict]:
     """One row per layout and phase. Raises AttributeError for a line that is not understood."""
-    section = (ROOT / "docs/parallelism.md").read_text().split("## Collectives per layer")[1]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    section = (ROOT / "docs/parallelism.md").read_text().split("## Collectives per layer")[1].split("## ")[0]
+    lines = [line for line in section.splitlines() if re.match(r"\| (?!layout)", line)]
+    assert len(lines) > 10
     rows = []
-    for line in lines[2:]:
-        name, phases, config, attention, feed_forward, elements = ROW.fullmatch(line).groups()
-        settings = dict(pair.split("=") for pair in config.split(", "))
+    for line in lines:
+        if match := ROW.fullmatch(line):
+            name, phases, config, attention, feed_forward, elements = match.groups()
+            parts = {"attention": attention, "feed-forward": feed_forward}
+        else:
+            name, phases, config, outside = OUTSIDE.fullmatch(line).groups()
+            parts, elements = {"outside": outside}, None
         for phase in ("prefill", "decode") if phases == "both" else (phases,):
-            rows.append(
-                {
-                    "name": f"{name}, {phase}",
-                    "phase": phase,
-                    "settings": settings,
-                    "attention": [word for word in attention.split(", ") if word],
-                    "feed-forward": [word for word in feed_forward.split(", ") if word],
-                    "elements": elements,
-                }
-            )
+            row = {
+                "name": f"{name}, {phase}",
+                "phase": phase,
+                "settings": dict(pair.split("=") for pair in config.split(", ")),
+                "elements": elements,
+            }
+            rows.append({**row, **{part: [c for c in calls.split(", ") if c] for part, calls in parts.items()}})
     return rows
 
 
@@ -134,7 +137,7 @@ def watch(rows: list[dict]) -> list[dict]:
     """Per row of the table: the collectives of one layer, the elements sent, and the letters of its formula."""
     found = []
     for row in rows:
-        kind = "dense" if "dense_tp_size" in row["settings"] else "moe"
+        kind = "moe" if row["settings"].keys() & {"moe_tp_size", "moe_ep_size"} else "dense"
         overrides = {
             f"parallel__{key}": value == "true"
             if value in ("true", "false")
@@ -179,6 +182,7 @@ def watch(rows: list[dict]) -> list[dict]:
                 "layers": config.num_hidden_layers,
                 "attention": spy.calls["attention"],
                 "feed-forward": spy.calls["feed-forward"],
+                "outside": spy.calls["outside"],
                 "elements": [total.numerator, total.denominator],
                 "letters": letters,
             }
@@ -190,6 +194,9 @@ def test_collectives_of_a_layer_are_those_of_the_table():
     rows = table()
     assert {"prefill", "decode"} == {row["phase"] for row in rows}
     for row, seen in zip(rows, run(WORLD, watch, rows), strict=True):
+        if row["elements"] is None:
+            assert seen["outside"] == row["outside"], row["name"]
+            continue
         for part in ("attention", "feed-forward"):
             assert seen[part] == row[part] * seen["layers"], row["name"]
         expected = eval(row["elements"], {}, {name: Fraction(n) for name, n in seen["letters"].items()})

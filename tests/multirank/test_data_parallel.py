@@ -5,7 +5,9 @@ to each request alone; and they stay in step."""
 import pytest
 import torch.distributed as dist
 
+from executor.batch import Span, build_batch, dead_span
 from executor.engine import Engine
+from executor.errors import UserError
 from executor.generation import generate
 from executor.scheduler import Request
 from tests.models import checkpoints as ck
@@ -24,13 +26,14 @@ ARRIVALS = {
 STEPS = 45  # enough for all; those after the last answer have nothing to do
 
 
-def made(kind, world, **parallel):
+def made(kind, world, eplb=False, **parallel):
     overrides = {f"parallel__{key}": value for key, value in parallel.items()}
     return ck.runner(
         ROOT / f"assets/qwen3_{kind}_tiny",
         parallel__world_size=world,
         scheduler__max_seq_len=96,
-        scheduler__batch_size=8,
+        scheduler__batch_size=4 if eplb else 8,
+        model__force_eplb=eplb,
         scheduler__max_prefill_tokens=20,
         **overrides,
     )
@@ -124,3 +127,74 @@ def test_groups_with_their_own_requests(kind):
         assert {"prefill", "decode"} <= set(seen["phases"][0]), where
         assert seen["agreements"] == [STEPS] * 4, where  # one per step, no more
         assert max(seen["idle"]) > 0, where
+
+
+def misfortune(kind, layout) -> list[list[str]]:
+    """What every rank says when one attention group has a request that can never be served, and when the embedding
+    that only one group's prompt uses is NaN."""
+    runner = made(kind, 4, **layout)
+    said = []
+    too_long = [Request(prompt=p, max_new_tokens=NEW) for p in (P[0], P[2], [5] * 96, P[3])]
+    for poisoned, requests in ((False, too_long), (True, [Request(prompt=[9], max_new_tokens=NEW), *too_long[1:2]])):
+        if poisoned:
+            mine = runner.model.embed_tokens.mine
+            if 9 in mine:
+                runner.model.embed_tokens.weight.data[9 - mine.start] = float("nan")
+        try:
+            generate(runner, requests, vocab_limit=108)
+            message = "nothing"
+        except UserError as error:
+            message = str(error)
+        said.append([None] * 4)
+        dist.all_gather_object(said[-1], message)
+    return said
+
+
+def test_what_stops_one_group_stops_all_with_the_same_words():
+    layout = {"attn_tp_size": 2, "moe_ep_size": 4, "embed_tp_size": 4}
+    refused, poisoned = run(4, misfortune, "moe", layout)
+    assert refused == [refused[0]] * 4
+    assert refused[0].startswith("prompt 3 has 96 tokens")  # of all requests, not of one group's
+    assert poisoned == [poisoned[0]] * 4
+    assert poisoned[0] == "logits are not finite; the first layer with NaN or infinity is model.embed_tokens"
+
+
+def rows_at_experts() -> list[list[int]]:
+    """Rows that each rank's experts get when one group prefills 40 tokens and three are idle, and in a decode step of
+    one token per rank whose experts are dealt out."""
+    found = []
+    twice = {"moe_prefill_strategy": "ep_double_routing", "moe_decode_strategy": "ep_double_routing"}
+    for eplb in (False, True):
+        runner = made("moe", 4, attn_tp_size=1, moe_ep_size=4, eplb=eplb, **twice)
+        counted = []
+        experts = runner.model.layers[0].mlp.experts
+        experts.register_forward_hook(lambda module, args, out, seen=counted: seen.append(int(args[1].sum())))
+        if eplb:
+            runner.warm_up()  # first a decode step
+            counted = counted[:1]
+        else:
+            busy = dist.get_rank() == 2
+            span = Span(P[1], 0, [5, 6, 7]) if busy else dead_span(0, 16)
+            batch = build_batch(
+                "prefill",
+                [span],
+                block_size=16,
+                max_blocks=runner.plan.max_blocks,
+                causal_mask=runner.causal_mask,
+                num_active=int(busy),
+                most_tokens=len(P[1]),
+                num_rows=1,
+            )
+            runner.step(batch)
+        found.append([None] * 4)
+        dist.all_gather_object(found[-1], counted)
+    return [[n for rank in ranks for n in rank] for ranks in found]
+
+
+def test_rows_of_nobody_and_balanced_rows_are_dealt_out():
+    idle, balanced = run(4, rows_at_experts)
+    alone = 2 * len(P[1])  # two experts per token: what the busy group brings, and what each idle one pads with
+    assert sum(idle) == 4 * alone
+    # the three idle groups' rows lie evenly; sent to one pair of experts they would be up to all of 3 * alone
+    assert max(idle) - min(idle) <= alone
+    assert balanced == [2, 2, 2, 2]  # one token per rank, two experts each, eight experts

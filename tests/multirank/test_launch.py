@@ -7,6 +7,7 @@ Which phase a rank is in is read from what it has printed, and checked again by 
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -123,13 +124,13 @@ def two_machines():
 
 
 def test_jobs_at_once_print_what_one_rank_prints(tmp_path):
-    """Three jobs at once on this host: four ranks on two machines, four on one, and one alone."""
+    """Three jobs at once on this host: four ranks on two machines, two on one, and one alone."""
     first, second = two_machines()
     with jobs() as start:
         running = [
             start("qwen3_moe_tiny_tp4", tmp_path / "tp4", **first),
             start("qwen3_moe_tiny_tp4", tmp_path / "second", **second),
-            start("qwen3_moe_tiny_ep4", tmp_path / "ep4"),
+            start("qwen3_moe_tiny_tp4", tmp_path / "pair", *PAIR),
             start("qwen3_moe_tiny", tmp_path / "alone"),
         ]
         outputs = [job.process.communicate(timeout=240) for job in running]
@@ -185,14 +186,12 @@ def start_prefill(start, folder):
     return job, lambda out: out == ""
 
 
-def start_decode(start, folder, *overrides):
-    job = start("qwen3_moe_tiny_tp4", folder, *LONG, *overrides, prompt="1+1")
+def reach_decode(job):
     assert job.process.stdout.readline() == "> 1+1\n"
     assert job.process.stdout.read(1)  # of the answer
-    return job, lambda out: not (folder / "qwen3_moe_tiny/report.json").exists()
 
 
-@pytest.mark.parametrize("phase", [start_loading, start_prefill, start_decode])
+@pytest.mark.parametrize("phase", [start_loading, start_prefill])
 def test_a_killed_rank_ends_the_run_and_is_named(phase, tmp_path):
     with jobs() as start:
         job, interrupted = phase(start, tmp_path)
@@ -211,12 +210,12 @@ def test_a_killed_rank_ends_the_run_and_is_named(phase, tmp_path):
 def test_a_stopped_rank_is_named_and_ended(tmp_path):
     """The others wait ``timeout_seconds``, then call the roll. Who they name comes from them, not from the launcher."""
     with jobs() as start:
-        job, interrupted = start_decode(start, tmp_path, "parallel_config.timeout_seconds=10")
-        ranks = job.ranks(4)
-        os.kill(ranks[2], signal.SIGSTOP)
-        code, out, (error,) = job.end()
-        assert interrupted(out)
-        assert error.startswith("error: rank 2 did not take part in all_reduce of rank 0: Timed out waiting 10000ms")
+        job = start("qwen3_moe_tiny_tp4", tmp_path, *PAIR, *LONG, "parallel_config.timeout_seconds=8", prompt="1+1")
+        reach_decode(job)
+        ranks = job.ranks(2)
+        os.kill(ranks[1], signal.SIGSTOP)
+        code, _, (error,) = job.end()
+        assert re.match(r"error: rank 1 did not take part in \w+ of rank 0: Timed out waiting 8000ms", error)
         assert code == world.PEER_LOST
         assert not any(map(alive, ranks.values()))
 
@@ -244,20 +243,21 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path):
 # ---- a failure on one of two machines ----
 
 
-def test_a_rank_killed_on_the_other_machine_is_named_here(tmp_path):
+def test_a_rank_killed_in_decode_is_named_on_both_machines(tmp_path):
     first, second = two_machines()
     with jobs() as start:
-        here = start("qwen3_moe_tiny_tp4", tmp_path / "0", *PAIR, *LONG, prompt="1+1", **first)
-        there = start("qwen3_moe_tiny_tp4", tmp_path / "1", *PAIR, *LONG, prompt="1+1", **second)
-        here.process.stdout.readline()
-        ranks = {**here.ranks(1), **there.ranks(1)}
-        os.kill(ranks[1], signal.SIGKILL)
+        here = start("qwen3_moe_tiny_tp4", tmp_path / "0", *LONG, prompt="1+1", **first)
+        there = start("qwen3_moe_tiny_tp4", tmp_path / "1", *LONG, prompt="1+1", **second)
+        reach_decode(here)
+        ranks = {**here.ranks(2), **there.ranks(2)}
+        os.kill(ranks[2], signal.SIGKILL)
         ends = [here.end(), there.end()]
         assert [code for code, _, _ in ends] == [2, 2]
         (said_here,), (said_there,) = (errors for _, _, errors in ends)
-        assert said_there.startswith("error: rank 1 was ended by SIGKILL; ")
-        assert said_here.startswith(f"error: machine 1 ({socket.gethostname()}): rank 1 was ended by SIGKILL; ")
+        assert said_there.startswith("error: rank 2 was ended by SIGKILL; ")
+        assert said_here.startswith(f"error: machine 1 ({socket.gethostname()}): rank 2 was ended by SIGKILL; ")
         assert not any(map(alive, ranks.values()))
+        assert not list(tmp_path.rglob("report.json"))
 
 
 def test_a_checkpoint_damaged_on_one_machine_is_named_on_both(tmp_path):
@@ -347,7 +347,9 @@ def arrivals(monkeypatch, present, size):
 
 def test_ranks_that_do_not_arrive_are_named(monkeypatch):
     arrivals(monkeypatch, [2], 4)
-    with pytest.raises(world.PeerLost, match=r"^ranks 1, 3 did not load within parallel_config\.timeout_seconds=0\.2 "):
+    with pytest.raises(
+        world.PeerLost, match=r"^ranks 1, 3 did not load within parallel_config\.timeout_seconds=0\.2 after"
+    ):
         world.arrive("load", 0.2)
 
 
@@ -361,10 +363,13 @@ def test_a_late_rank_is_waited_for(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "meaning"),
     [
-        (RuntimeError("[/src/gloo/pair.cc:9] Connection closed by peer"), "rank 1 did not take part in a collective"),
-        (RuntimeError("HCCL function error: HcclAllReduce"), "rank 1 did not take part in a collective"),
-        (RuntimeError("EI0002: the wait of the Notify register timed out"), "rank 1 did not take part in a collective"),
-        (dist.DistNetworkError("Failed to recv"), "rank 1 did not take part in a collective"),
+        (
+            RuntimeError("[/src/gloo/pair.cc:9] Closed by peer [1.2.3.4]:5. Typically that\nmeans"),
+            "Closed by peer [1.2.3.4]:5",
+        ),
+        (RuntimeError("HCCL function error: HcclAllReduce"), "HCCL function error: HcclAllReduce"),
+        (RuntimeError("EI0002: timed out"), "EI0002: timed out (parallel_config.timeout_seconds)"),
+        (dist.DistNetworkError("Failed to recv"), "Failed to recv"),
         (RuntimeError("shape '[2]' is invalid for input of size 3"), None),
         (UserError("gloo"), None),
     ],
@@ -373,12 +378,12 @@ def test_which_errors_are_a_lost_peer(monkeypatch, error, meaning):
     arrivals(monkeypatch, [], 2)
     monkeypatch.setattr(world, "ROLL_CALL_SECONDS", 0)
     lost = world.lost_peer(error)
-    assert (lost and str(lost).split(" of rank 0")[0]) == meaning
+    assert (lost and str(lost)) == (meaning and f"rank 1 did not take part in a collective of rank 0: {meaning}")
 
 
 # ---- which machine this is ----
 
-ELSEWHERE = "192.0.2.7"  # reserved for documentation (RFC 5737), so no machine's own
+ELSEWHERE = "240.0.0.1"  # reserved for ever (RFC 1112), so no machine's own
 
 
 @pytest.mark.parametrize(

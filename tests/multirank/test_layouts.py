@@ -21,6 +21,7 @@ from tests.multirank.ranks import run
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ck.random_prompts([17, 6, 40, 23, 7, 12, 31, 9], vocab=100)
+ODD_PROMPTS = ck.random_prompts([17, 6, 40, 23, 7, 12], vocab=96, seed=1)
 ASKED = ck.random_prompts([3, 19, 8, 1, 30], vocab=100, seed=3)
 FP32 = 1e-4  # partial sums of the ranks are added in another order
 EXCHANGES = ("ep_allgather", "ep_double_routing")
@@ -111,6 +112,37 @@ def check(kind: str, world: int, several: list[dict]) -> None:
 @pytest.mark.parametrize("kind", ["moe", "dense"])
 def test_layouts_equal_one_rank(kind, world):
     check(kind, world, pairwise([layout for same in layouts(kind, world) for layout in same]))
+
+
+def observe_odd(world: int, several: list[dict], folder: str, rows: int) -> list[torch.Tensor]:
+    """``[steps, rows, vocab]`` logits per layout."""
+    found = []
+    for layout in several:
+        parallel = {f"parallel__{key}": value for key, value in layout.items()}
+        runner = ck.runner(Path(folder), parallel__world_size=world, scheduler__batch_size=rows, **parallel)
+        own = torch.stack([logits for _, logits in ck.step_by_step(runner, ODD_PROMPTS[:rows], decode_steps=2)])
+        parts = [own]
+        if runner.groups.attn_dp.size > 1:
+            parts = [None] * world
+            dist.all_gather_object(parts, own)
+            parts = parts[:: runner.groups.attn_tp.size]
+        found.append(torch.stack(parts, 2).flatten(1, 2))
+    return found
+
+
+@pytest.mark.parametrize("world", [3, pytest.param(6, marks=pytest.mark.full)])
+def test_groups_that_do_not_nest(world, tmp_path):
+    """Three and six ranks: a head over three ranks beside attention groups of two, sparse and dense layers in one
+    model, biases, a tied head that is split otherwise than the embedding."""
+    options = dict(num_attention_heads=6, num_key_value_heads=3, intermediate_size=96, attention_bias=True)
+    model = ck.make("moe", mlp_only_layers=[1], tie_word_embeddings=True, **options)
+    folder = str(ck.save(model, tmp_path))
+    _, plan = plan_run(ck.run_config(tmp_path))
+    several = pairwise([{**sizes, **v} for sizes in legal_layouts(plan.config, world) for v in variants(sizes, world)])
+    found = run(world, observe_odd, world, several, folder, world)
+    (expected,) = observe_odd(1, [{}], folder, rows=world)
+    for layout, got in zip(several, found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=FP32, msg=lambda m, at=layout: f"{at}: {m}")
 
 
 @pytest.mark.full

@@ -20,7 +20,7 @@ from executor.moe.ep_local import LocalExperts
 from executor.moe.ep_mc2 import DispatchCombine
 from executor.moe.experts import Experts
 from executor.moe.tp import TensorParallel
-from executor.parallel.groups import connected_groups, planned_groups
+from executor.parallel.groups import Group, connected_groups, planned_groups
 from executor.parallel.layout import Replicated
 from executor.storage import Storage
 from tests.executor.ops.routing_cases import rand, random_ids
@@ -104,7 +104,7 @@ def made(name, groups, mine):
         case "ep_allgather":
             return AllGatherExperts(EXPERTS, mine, ep)
         case "ep_double_routing":
-            return DoubleRouting(EXPERTS, mine, ep)
+            return DoubleRouting(EXPERTS, mine, ep, Replicated(Group("moe_tp")))
         case "ep_mc2":
             return DispatchCombine(EXPERTS, mine, groups.moe_ep_mc2)
         case "ep_mc2, weights sent too":
