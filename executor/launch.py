@@ -168,7 +168,7 @@ class _Job:
     def _reason(self, rank: int, code: int) -> str:
         if code < 0:
             return f"rank {rank} was ended by {signal.Signals(-code).name}"
-        text = self.logs[rank].read_text(errors="replace") if rank in self.logs else "its message is above"
+        text = self.logs[rank].read_text(errors="replace") if rank in self.logs else "machine 0 has printed why"
         lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it said nothing"]
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines
         return said[-1] if code == PEER_LOST else f"rank {rank} failed with exit code {code}: {said[-1]}"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """From ``model_config.platform_version`` to the features to plan for, and to the device to run on."""
 
-import os
-
 import torch
 
 from executor.errors import UserError
@@ -27,4 +25,4 @@ def device(features: Features) -> torch.device:
             f"model_config.platform_version={features.name}, but this machine has {here}; add --explain to only check "
             "the recipe, or --set model_config.platform_version=cpu to run it here with the reference kernels"
         )
-    return torch.device("npu", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("npu", npu.device_index())
