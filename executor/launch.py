@@ -167,7 +167,8 @@ class _Job:
 
     def _reason(self, rank: int, code: int) -> str:
         if code < 0:
-            return f"rank {rank} was ended by {signal.Signals(-code).name}"
+            known = {number.value: number.name for number in signal.Signals}
+            return f"rank {rank} was ended by {known.get(-code, f'signal {-code}')}"
         text = self.logs[rank].read_text(errors="replace") if rank in self.logs else "machine 0 has printed why"
         lines = [line.strip() for line in text.splitlines() if line.strip()] or ["it said nothing"]
         said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")] or lines

@@ -116,14 +116,16 @@ class ModelRunner(ABC):
     def _connect(self) -> Groups:
         """The plan's groups, with processes behind them if it has more than one rank."""
         parallel = self.plan.run.parallel
+        # nothing to start from in the environment of a process that joined otherwise
+        started = dist.get_world_size() if dist.is_initialized() else world.started_ranks()
+        if started != parallel.world_size and (world.launched() or parallel.world_size > 1):
+            raise UserError(
+                f"parallel_config.world_size={parallel.world_size}, but {started} ranks were started; "
+                "scripts/infer.sh starts as many as the recipe says"
+            )
         if parallel.world_size == 1:
             return self.plan.blueprint.groups
         world.join(self.plan.features.device_type, parallel.timeout_seconds)
-        if dist.get_world_size() != parallel.world_size:
-            raise UserError(
-                f"parallel_config.world_size={parallel.world_size}, but {dist.get_world_size()} ranks were started; "
-                "scripts/infer.sh starts as many as the recipe says"
-            )
         return connected_groups(
             self.plan.blueprint.groups.sizes(),
             timeout_seconds=parallel.timeout_seconds,

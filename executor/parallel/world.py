@@ -119,12 +119,19 @@ def _is_here(host: str) -> bool:
 
 def rank() -> int:
     """This process's number among those that were started together; 0 when it was started alone."""
-    return int(os.environ.get("RANK", "0"))
+    return _integer(os.environ, "RANK", 0, 65535) or 0
 
 
 def launched() -> bool:
     """Whether this process is one of several that were started together, by our launcher or by torchrun."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def started_ranks() -> int:
+    """How many processes were started together. Raises UserError if this one's number is not among them."""
+    size = _integer(os.environ, "WORLD_SIZE", 1, 65536) or 1
+    _integer(os.environ, "RANK", 0, size - 1)
+    return size
 
 
 def die_with_launcher() -> None:
@@ -148,8 +155,11 @@ def join(device_type: str, timeout_seconds: float = PATIENCE_SECONDS) -> None:
     global _store
     if dist.is_initialized():
         return
-    limit, size = timedelta(seconds=timeout_seconds), int(_variable("WORLD_SIZE"))
-    address, port = _variable("MASTER_ADDR"), int(_variable("MASTER_PORT"))
+    limit, size = timedelta(seconds=timeout_seconds), started_ranks()
+    address, port = os.environ.get("MASTER_ADDR"), _integer(os.environ, "MASTER_PORT", 1, 65535)
+    if address is None or port is None:
+        missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
+        raise UserError(f"{missing} is not in the environment; start the ranks with scripts/infer.sh or torchrun")
     # our launcher and torchrun keep the store themselves; where neither did, rank 0 does
     host = rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -160,15 +170,6 @@ def join(device_type: str, timeout_seconds: float = PATIENCE_SECONDS) -> None:
     arrive("start", timeout_seconds)
     backend = "cpu:gloo,npu:hccl" if device_type == "npu" else "gloo"
     dist.init_process_group(backend, store=_store, rank=rank(), world_size=size, timeout=limit)
-
-
-def _variable(name: str) -> str:
-    if name not in os.environ:
-        raise UserError(
-            f"parallel_config.world_size is above 1, but {name} is not in the environment; start the ranks with "
-            "scripts/infer.sh or torchrun"
-        )
-    return os.environ[name]
 
 
 def leave() -> None:
@@ -199,7 +200,7 @@ def _missing(event: str, seconds: float) -> list[int]:
     """Ranks that have not said ``event`` ``seconds`` from now; empty as soon as all have."""
     if _store is None:
         raise RuntimeError(f"{event}: this process has not joined the others")
-    keys = [f"{event} {number}" for number in range(int(_variable("WORLD_SIZE")))]
+    keys = [f"{event} {number}" for number in range(started_ranks())]
     _store.set(keys[rank()], "")
     deadline = time.monotonic() + seconds
     while not _store.check(keys):
