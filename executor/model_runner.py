@@ -3,6 +3,7 @@
 
 import dataclasses
 import importlib
+import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -126,11 +127,30 @@ class ModelRunner(ABC):
         if parallel.world_size == 1:
             return self.plan.blueprint.groups
         world.join(self.plan.features.device_type, parallel.timeout_seconds)
+        self._require_one_recipe()
         return connected_groups(
             self.plan.blueprint.groups.sizes(),
             timeout_seconds=parallel.timeout_seconds,
             buffer_mib=self.plan.buffer_mib,
         )
+
+    def _require_one_recipe(self) -> None:
+        """Machines could be given different recipes: the sums of their ranks would mean nothing, and nobody would see.
+        Where a machine keeps its checkpoint and its results is its own business."""
+        mine = {
+            f"{section}.{key}": value
+            for section, values in self.plan.run.to_mapping().items()
+            for key, value in values.items()
+            if section != "output_config" and key != "model_path"
+        }
+        for rank, text in enumerate(world.collect(json.dumps(mine), world.everyone())):
+            other = json.loads(text)
+            for key, value in mine.items():
+                if other[key] != value:
+                    raise UserError(
+                        f"{key}={other[key]} on rank {rank}, but {value} on rank {world.rank()}; all machines have to "
+                        "be started with the same recipe and the same --set"
+                    )
 
     def load_weights(self, on_bytes: Callable[[int, int], None] = lambda done, total: None) -> LoadReport:
         """Fill the model from ``model_path``, or with random weights if ``with_ckpt`` is false. Once per runner."""
