@@ -7,8 +7,7 @@ from pydantic import model_validator
 
 from executor.config_section import LARGEST, Section, TextList, key
 from executor.errors import UserError
-
-MoeStrategy = Literal["tp", "ep_local", "ep_allgather", "ep_double_routing", "ep_mc2"]
+from executor.moe.strategy import StrategyName
 
 
 class ParallelSection(Section):
@@ -27,8 +26,8 @@ class ParallelSection(Section):
         False,
         "In prefill each rank holds its own tokens, and o_proj whole: less traffic, more memory.",
     )
-    moe_prefill_strategy: MoeStrategy | None = key(None, "How tokens reach their experts in prefill; null: chosen.")
-    moe_decode_strategy: MoeStrategy | None = key(None, "How tokens reach their experts in decode; null: chosen.")
+    moe_prefill_strategy: StrategyName | None = key(None, "How tokens reach their experts in prefill; null: chosen.")
+    moe_decode_strategy: StrategyName | None = key(None, "How tokens reach their experts in decode; null: chosen.")
     timeout_seconds: int = key(600, "A rank that is later than this to meet the others is given up.", ge=1, le=86400)
     hccl_buffer_size: int | None = key(None, "MiB per HCCL communicator; null: HCCL's default (200).", ge=1, le=LARGEST)
     hosts: TextList = key((), "Addresses of the machines, that of rank 0 first; empty: this machine.")

@@ -29,11 +29,12 @@ def _axes(config: ModelConfig) -> dict[str, dict[str, int]]:
 
 # Keys about a part that not every model has.
 PARTS = {
+    "moe_prefill_strategy": "experts",
+    "moe_decode_strategy": "experts",
     "dense_tp_size": "dense layers",
     "moe_tp_size": "experts",
     "moe_ep_size": "experts",
 }
-STRATEGIES = ("moe_prefill_strategy", "moe_decode_strategy")
 
 
 def _splits(size: int, name: str, length: int) -> bool:
@@ -77,16 +78,11 @@ def check_layout(parallel: ParallelSection, config: ModelConfig) -> None:
             f"parallel_config.moe_tp_size={parallel.moe_tp_size} * moe_ep_size={parallel.moe_ep_size} must equal "
             f"world_size={world}; legal for this model: {pairs}"
         )
-    for key in STRATEGIES:
-        if "moe_ep_size" not in legal and getattr(parallel, key) is not None:
-            raise UserError(
-                f"parallel_config.{key}={getattr(parallel, key)}, but this model has no experts; leave it out"
-            )
+    present = {PARTS[key] for key in legal if key in PARTS}
     for key, part in PARTS.items():
-        if key not in legal and getattr(parallel, key) > 1:
-            raise UserError(
-                f"parallel_config.{key}={getattr(parallel, key)}, but this model has no {part}; leave it out"
-            )
+        value = getattr(parallel, key)
+        if part not in present and value not in (1, None):
+            raise UserError(f"parallel_config.{key}={value}, but this model has no {part}; leave it out")
     for key, axes in _axes(config).items():
         size = getattr(parallel, key)
         if size in legal[key]:

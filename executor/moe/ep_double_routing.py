@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from executor.batch import Batch
+from executor.moe.gate import in_turn
 from executor.moe.strategy import Dispatched
 from executor.ops.moe import finalize_routing, init_routing, re_routing, undo_re_routing
 from executor.parallel.groups import Group
@@ -38,8 +39,7 @@ class DoubleRouting:
 
     def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, batch: Batch) -> Dispatched:
         active_T = self.slices.enter(batch.active.to(torch.uint8), batch).bool()
-        turn_TK = torch.arange(ids_TK.numel(), dtype=ids_TK.dtype, device=ids_TK.device).view_as(ids_TK)
-        ids_TK = torch.where(active_T.unsqueeze(-1), ids_TK, turn_TK % self.num_experts)
+        ids_TK = torch.where(active_T.unsqueeze(-1), ids_TK, in_turn(ids_TK, self.num_experts))
         leaving_RH, row_idx, counts_E = init_routing(x_TH, ids_TK, self.num_experts, (0, self.num_experts))
         leaving, arriving = (c.view(self.ep.size, self.num_local) for c in (counts_E, self.ep.all_to_all(counts_E)))
         sent, received = torch.stack((leaving.sum(1), arriving.sum(1))).tolist()  # the one wait for the device

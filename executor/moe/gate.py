@@ -30,6 +30,12 @@ class Gate(nn.Module):
         yield f"{name}.weight", Slot(self.weight, self.weight.data.t(), shape, (slice(None), slice(None)))
 
 
+def in_turn(ids_TK: torch.Tensor, num_experts: int, first: int = 0) -> torch.Tensor:
+    """Experts ``first``, ``first + 1`` and so on, around and around, in the shape and dtype of ``ids_TK``."""
+    turn = torch.arange(first, first + ids_TK.numel(), dtype=ids_TK.dtype, device=ids_TK.device)
+    return (turn % num_experts).view_as(ids_TK)
+
+
 class BalancedGate(Gate):
     """The router's own weights, but experts in turn (``force_eplb``): random weights would route unevenly, and a
     benchmark of shapes would then measure that unevenness. The answers mean nothing."""
@@ -42,6 +48,4 @@ class BalancedGate(Gate):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = super().forward(x)
-        first = self.turn * ids.numel()
-        experts = torch.arange(first, first + ids.numel(), dtype=ids.dtype, device=ids.device) % self.num_experts
-        return weights, experts.view_as(ids)
+        return weights, in_turn(ids, self.num_experts, self.turn * ids.numel())

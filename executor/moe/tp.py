@@ -21,9 +21,10 @@ class TensorParallel:
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
+        self.mine = (0, num_experts)
 
     def dispatch(self, x_TH: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor, batch: Batch) -> Dispatched:
-        rows_RH, row_idx, counts_E = init_routing(x_TH, ids_TK, self.num_experts, (0, self.num_experts))
+        rows_RH, row_idx, counts_E = init_routing(x_TH, ids_TK, self.num_experts, self.mine)
         return Dispatched(rows_RH, counts_E, RoutedLocally(weights_TK, row_idx))
 
     def combine(self, y_RH: torch.Tensor, state: RoutedLocally) -> torch.Tensor:

@@ -69,6 +69,16 @@ def pairwise(every: list[dict]) -> list[dict]:
     return chosen
 
 
+def of_all_groups(runner, own: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``[rows, vocab]`` of each step in the order of the prompts, which the attention groups took in turn."""
+    parts, dp, tp = [own], runner.groups.attn_dp.size, runner.groups.attn_tp.size
+    if dp > 1:
+        parts = [None] * (dp * tp)
+        dist.all_gather_object(parts, own)
+        parts = parts[::tp]
+    return [torch.stack(step, 1).flatten(0, 1) for step in zip(*parts)]
+
+
 def observe(kind: str, world: int, several: list[dict]) -> list[dict]:
     """What a rank sees of each layout: the logits of every step, and greedy and sampled tokens of a small run."""
     seen = []
@@ -83,17 +93,11 @@ def observe(kind: str, world: int, several: list[dict]) -> list[dict]:
             requests = [Request(prompt=p, max_new_tokens=new, sampling=sampling) for p in ASKED]
             answers, _ = generate(runner, requests, vocab_limit=108, after_step=lambda s: s.check())
             tokens.append([answer.output for answer in answers])
-        steps, ranks = [own], [tokens]
+        ranks = [tokens]
         if world > 1:
             ranks = [None] * world
             dist.all_gather_object(ranks, tokens)
-        dp, tp = runner.groups.attn_dp.size, runner.groups.attn_tp.size
-        if dp > 1:
-            steps = [None] * world
-            dist.all_gather_object(steps, own)
-            steps = steps[::tp]
-        # attention groups took the prompts in turn
-        whole = [torch.stack(step, 1).flatten(0, 1) for step in zip(*steps)]
+        whole = of_all_groups(runner, own)
         seen.append({"steps": whole, "greedy": tokens[0], "all_agree": all(t == tokens for t in ranks)})
     return seen
 
@@ -120,13 +124,8 @@ def observe_odd(world: int, several: list[dict], folder: str, rows: int) -> list
     for layout in several:
         parallel = {f"parallel__{key}": value for key, value in layout.items()}
         runner = ck.runner(Path(folder), parallel__world_size=world, scheduler__batch_size=rows, **parallel)
-        own = torch.stack([logits for _, logits in ck.step_by_step(runner, ODD_PROMPTS[:rows], decode_steps=2)])
-        parts = [own]
-        if runner.groups.attn_dp.size > 1:
-            parts = [None] * world
-            dist.all_gather_object(parts, own)
-            parts = parts[:: runner.groups.attn_tp.size]
-        found.append(torch.stack(parts, 2).flatten(1, 2))
+        own = [logits for _, logits in ck.step_by_step(runner, ODD_PROMPTS[:rows], decode_steps=2)]
+        found.append(torch.stack(of_all_groups(runner, own)))
     return found
 
 

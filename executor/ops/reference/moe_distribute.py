@@ -85,6 +85,11 @@ def check_choices(name: str, expert_ids: Tensor, x_active_mask: Tensor | None, m
     )
 
 
+def most_rows(expert_ids: Tensor, ep_world_size: int, local: int, global_bs: int) -> int:
+    """A, the most rows that can arrive at a rank."""
+    return (global_bs or expert_ids.shape[0] * ep_world_size) * min(local, expert_ids.shape[1])
+
+
 def check_ranks(name: str, ep_world_size: int, ep_rank_id: int, moe_expert_num: int, shared_expert_num: int) -> int:
     """L. RuntimeError for numbers that do not go together."""
     torch._check(

@@ -13,6 +13,7 @@ from executor.ops.reference.moe_distribute import (
     check_choices,
     check_ranks,
     chosen,
+    most_rows,
     process_group,
     refuse,
 )
@@ -63,7 +64,7 @@ def combine(
     refuse(_NAME, unsupported)
     local = check_ranks(_NAME, ep_world_size, ep_rank_id, moe_expert_num, shared_expert_num)
     check_choices(_NAME, expert_ids, x_active_mask, moe_expert_num)
-    most = (global_bs or expert_ids.shape[0] * ep_world_size) * min(local, expert_ids.shape[1])
+    most = most_rows(expert_ids, ep_world_size, local, global_bs)
     _check(expand_x, expert_ids, assist_info_for_combine, expert_scales, most)
     group = process_group(group_ep, ep_world_size, ep_rank_id)
     chosen_TK = chosen(_NAME, expert_ids, x_active_mask, moe_expert_num)
@@ -109,7 +110,7 @@ def combine_meta(
     refuse(_NAME, unsupported)
     local = check_ranks(_NAME, ep_world_size, ep_rank_id, moe_expert_num, shared_expert_num)
     check_choices(_NAME, expert_ids, x_active_mask, moe_expert_num)
-    most = (global_bs or expert_ids.shape[0] * ep_world_size) * min(local, expert_ids.shape[1])
+    most = most_rows(expert_ids, ep_world_size, local, global_bs)
     _check(expand_x, expert_ids, assist_info_for_combine, expert_scales, most)
     return expand_x.new_empty(expert_ids.shape[0], expand_x.shape[1])
 

@@ -20,9 +20,11 @@ from executor.ops.reference.moe_distribute import (
     check_choices,
     check_ranks,
     chosen,
+    most_rows,
     process_group,
     refuse,
 )
+from executor.ops.reference.moe_rerouting import expert_order
 from executor.ops.schemas import define, meta, reference
 
 define(
@@ -90,8 +92,7 @@ def dispatch(
     leaving = torch.bincount(experts, minlength=moe_expert_num).view(ep_world_size, local)
     arriving = all_to_all(leaving, [1] * ep_world_size, [1] * ep_world_size, group)  # [source rank, own expert]
     send, receive = leaving.sum(1).tolist(), arriving.sum(1).tolist()
-    expert_of_row = torch.arange(local).repeat(ep_world_size).repeat_interleave(arriving.flatten())
-    by_expert = expert_of_row.argsort(stable=True)
+    by_expert = expert_order(arriving)
 
     def exchange(values: Tensor) -> Tensor:
         return all_to_all(values, send, receive, group)[by_expert]
@@ -212,4 +213,4 @@ def _check_dispatch(
         expert_token_nums_type in (_PREFIX_SUMS, _COUNTS),
         lambda: f"{_NAME}: expert_token_nums_type must be 0 or 1, not {expert_token_nums_type}",
     )
-    return (global_bs or x.shape[0] * ep_world_size) * min(local, expert_ids.shape[1]), local
+    return most_rows(expert_ids, ep_world_size, local, global_bs), local

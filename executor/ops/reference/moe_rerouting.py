@@ -21,6 +21,13 @@ _HIDDEN_BELOW = 16384  # the documented bound of H
 _Quad = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+def expert_order(counts_NE: Tensor) -> Tensor:
+    """Rows lie by (rank, expert), ``counts_NE`` of each: the indices that bring them into the order (expert, rank)."""
+    ranks, experts = counts_NE.shape
+    expert_of_row = torch.arange(experts).repeat(ranks).repeat_interleave(counts_NE.flatten())
+    return expert_of_row.argsort(stable=True)  # stable: the ranks keep their order within an expert
+
+
 @reference("npu_moe_re_routing")
 def re_routing(
     tokens: Tensor,
@@ -41,13 +48,11 @@ def re_routing(
     """
     counts_NE = expert_token_num_per_rank
     _check(tokens, counts_NE, per_token_scales, expert_token_num_type, idx_type, tokens_dtype)
-    ranks, experts = counts_NE.shape
     torch._check(
         bool((counts_NE >= 0).all()) and int(counts_NE.sum()) == tokens.shape[0],
         lambda: f"npu_moe_re_routing: counts {counts_NE.tolist()} do not add up to {tokens.shape[0]} rows",
     )
-    expert_of_row = torch.arange(experts).repeat(ranks).repeat_interleave(counts_NE.flatten())
-    idx = expert_of_row.argsort(stable=True)  # stable: the ranks keep their order within an expert
+    idx = expert_order(counts_NE)
     scales = torch.full(tokens.shape[:1], float("nan")) if per_token_scales is None else per_token_scales[idx]
     return tokens[idx], scales, idx.to(torch.int32), counts_NE.sum(0, dtype=counts_NE.dtype)
 
