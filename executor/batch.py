@@ -3,8 +3,8 @@
 
 Tokens of all sequences lie behind each other, without padding between them ("TND" in the vendor's words). A step has
 one of two phases. *Prefill*: at least one sequence has a chunk of its prompt in it; other sequences may add their one
-decode token. *Decode*: exactly ``batch_size`` rows of one token each, so that the shape never changes; rows without a
-request ("dead" rows) read and write scratch blocks of the cache and their results are dropped.
+decode token. *Decode*: rows of one token each, as many as one of a few buckets has, so that few graphs serve all steps;
+rows without a request ("dead" rows) read and write scratch blocks of the cache and their results are dropped.
 """
 
 from dataclasses import dataclass
@@ -26,8 +26,10 @@ class Batch:
         positions: ``[T]`` int64, position of each token in its sequence.
         slot_mapping: ``[T]`` int32, where in the cache a token's key and value go (block * block_size + offset).
         block_table: ``[B, max_blocks]`` int32, the cache blocks of each sequence in order.
-        actual_seq_qlen: B cumulative ends of the sequences' rows in T; the last one is T.
-        actual_seq_kvlen: B numbers of cached tokens to attend to, this step's own included (not cumulative).
+        actual_seq_qlen: B cumulative ends of the sequences' rows in T; the last one is T. Integers of the host, or,
+            in a compiled step that reads them from its inputs, an int64 tensor.
+        actual_seq_kvlen: B numbers of cached tokens to attend to, this step's own included (not cumulative); also
+            either.
         logit_rows: ``[R]`` int64, R >= B: the last row of each sequence in T; its logits are computed. Repetitions
             fill up to as many rows as other attention groups have.
         most_tokens: T of the attention group that has most in this step; only read where tokens are sharded.
@@ -40,8 +42,8 @@ class Batch:
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
-    actual_seq_qlen: list[int]
-    actual_seq_kvlen: list[int]
+    actual_seq_qlen: list[int] | torch.Tensor
+    actual_seq_kvlen: list[int] | torch.Tensor
     logit_rows: torch.Tensor
     most_tokens: int
     causal_mask: torch.Tensor | None

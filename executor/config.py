@@ -83,6 +83,10 @@ class ModelSection(Section):
     platform_version: Platform = key("auto", "Machine to plan for; auto: the machine this runs on.")
     enable_profiler: bool = key(False, "Record a profile of the run.")
     enable_cache_compile: bool = key(False, "Keep compiled graphs on disk and reuse them.")
+    compile_cache_dir: str = key("compile_cache", "Directory for them.", min_length=1)
+    compile_cache_gib: float = key(10.0, "GiB that they may take; the least recently used are removed.", ge=0)
+    unfused: TextList = key((), "Fused operators to replace by plain ones, to find a wrong kernel.")
+    shipped_converters: bool = key(False, "Lower with torchair's own converters only: more copies, plain gating.")
     enable_weight_nz: bool = key(False, "Store matmul weights in the NPU's fractal NZ format.")
     force_eplb: bool = key(False, "Deal tokens evenly to the experts instead of routing them, for timing.")
     enable_thinking: bool = key(True, "Let the chat template ask for a reasoning block before the answer.")
@@ -139,6 +143,9 @@ class SchedulerSection(Section):
     max_prefill_tokens: int = key(4096, "Most prompt tokens processed in one prefill step.", ge=1, le=LARGEST)
     max_seq_len: int | None = key(None, "Longest prompt plus answer; null: the model's context.", ge=2, le=LARGEST)
     block_size: int = key(128, "Tokens per KV cache block.", ge=16, le=1024, multiple_of=16)
+    decode_buckets: int = key(
+        8, "Most numbers of rows (graphs) a decode step may have; between them it is padded.", ge=1, le=1024
+    )
     mem_fraction_static: float = key(0.9, "Share of device memory for all that the plan counts.", gt=0, le=1)
     num_blocks: int | None = key(
         None, "KV cache blocks per rank; null: enough for the batch, or what fits.", ge=1, le=LARGEST

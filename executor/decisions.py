@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from executor.batch import PHASES
 from executor.config import RunConfig
 from executor.kv_cache import scratch_blocks
-from executor.memory import MemoryPlan
+from executor.memory import COMMUNICATORS, GRAPHS, LOGITS, RUNTIME, WEIGHTS, WORKSPACE, MemoryPlan
 from executor.model_config import ModelConfig
 from executor.parallel.groups import Groups
 from executor.platform.features import GIB, Features
@@ -23,7 +23,6 @@ def not_built(run: RunConfig, features: Features) -> list[str]:
     """What the recipe asks for that this version can plan but not run."""
     model, on_npu = run.model, features.device_type == "npu"
     wishes = {
-        f"model_config.exe_mode={model.exe_mode}": model.exe_mode != "eager",
         "model_config.enable_weight_nz=true": model.enable_weight_nz and on_npu,
         "model_config.enable_profiler=true on an NPU": model.enable_profiler and on_npu,
     }
@@ -95,23 +94,21 @@ def memory_decisions(run: RunConfig, features: Features, memory: MemoryPlan) -> 
     room = f"{memory.num_blocks} blocks, room for {tokens} tokens"
     if run.scheduler.num_blocks:
         room += " (scheduler_config.num_blocks)"
+    why = {
+        WEIGHTS: "per rank, counted on the meta device",
+        LOGITS: "one row per decode row, model dtype and float32",
+        WORKSPACE: "activations of the widest point of a prefill step, estimated",
+        GRAPHS: "activations of each compiled decode step, estimated",
+        COMMUNICATORS: "HCCL: two buffers each, hccl_buffer_size or 200 MiB",
+        RUNTIME: "driver and runtime, as users report",
+    }
     return [
-        Decision("weights", gib(memory.weights), "per rank, counted on the meta device"),
+        *(Decision(name, gib(size), why[name]) for name, size in memory.parts.items() if size),
         Decision("KV cache", gib(memory.kv_cache), room),
-        Decision("logits", gib(memory.logits), "one row per decode row, model dtype and float32"),
-        Decision("workspace", gib(memory.workspace), "activations of the widest point of a prefill step, estimated"),
-        *(
-            [
-                Decision(
-                    "communicators", gib(memory.communicators), "HCCL: two buffers each, hccl_buffer_size or 200 MiB"
-                )
-            ]
-            if memory.communicators
-            else []
-        ),
         Decision(
             "memory",
             f"{gib(memory.total)} of {gib(memory.budget)}",
-            f"fits: mem_fraction_static {run.scheduler.mem_fraction_static} of {features.memory_source}",
+            f"fits: mem_fraction_static {run.scheduler.mem_fraction_static} of {features.memory_bytes / GIB:.1f} GiB, "
+            f"{features.memory_source}",
         ),
     ]

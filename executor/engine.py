@@ -45,7 +45,7 @@ class Tally:
 
 def new_scheduler(plan: Plan, causal_mask: torch.Tensor) -> Scheduler:
     return Scheduler(
-        batch_size=plan.batch_size,
+        buckets=plan.buckets,
         num_blocks=plan.memory.num_blocks,
         block_size=plan.block_size,
         max_seq_len=plan.max_seq_len,

@@ -6,7 +6,7 @@ formulas to go stale. The workspace is the largest set of activations alive at o
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -18,20 +18,32 @@ from executor.parallel.groups import Groups, communicators
 from executor.parallel.layout import shard_kv_heads
 from executor.platform.features import GIB, Features
 
+WEIGHTS, LOGITS, WORKSPACE, GRAPHS, COMMUNICATORS, RUNTIME = (
+    "weights",
+    "logits",
+    "workspace",
+    "graphs",
+    "communicators",
+    "runtime",
+)
 HCCL_BUFFSIZE = 200  # MiB, HCCL's default
 MC2_ROUTE = 512  # bytes per row that dispatch leaves for combine: 128 int32
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes of one rank. ``budget`` is ``mem_fraction_static`` of the device; everything below has to fit in it."""
+    """Bytes of one rank.
 
-    weights: int
+    Attributes:
+        parts: all but the KV cache, by what it is.
+        smallest: blocks that the run cannot do without.
+        budget: ``mem_fraction_static`` of the device; everything has to fit in it.
+    """
+
+    parts: Mapping[str, int]
     kv_block: int
     num_blocks: int
-    logits: int
-    workspace: int
-    communicators: int
+    smallest: int
     budget: int
 
     @property
@@ -40,7 +52,24 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_cache + self.logits + self.workspace + self.communicators
+        return sum(self.parts.values()) + self.kv_cache
+
+    def within(self, free: int) -> "MemoryPlan":
+        """This plan with as many blocks as ``free`` bytes leave, no more than it has. What the runtime holds is not in
+        ``free`` any more.
+
+        Raises:
+            UserError: fewer than ``smallest`` are left.
+        """
+        others = sum(self.parts.values()) - self.parts.get(RUNTIME, 0)
+        blocks = min(self.num_blocks, (free - others) // self.kv_block)
+        if blocks < self.smallest:
+            need = others + self.smallest * self.kv_block
+            raise UserError(
+                f"out of memory: {free / GIB:.2f} GiB of the device are free, the run needs {need / GIB:.2f} GiB; end "
+                "what else runs on it (npu-smi info shows it)"
+            )
+        return replace(self, num_blocks=blocks)
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -121,47 +150,20 @@ def communicator_bytes(groups: Groups, buffer_mib: Mapping[str, int | None]) -> 
     return sum(2 * (buffer_mib.get(purpose) or HCCL_BUFFSIZE) << 20 for purpose, _ in distinct)
 
 
-def plan_blocks(
-    *,
-    weights: int,
-    kv_block: int,
-    logits: int,
-    workspace: int,
-    communicators: int,
-    budget: int,
-    wanted: int,
-    smallest: int,
-) -> MemoryPlan:
+def plan_blocks(parts: Mapping[str, int], *, kv_block: int, budget: int, wanted: int, smallest: int) -> MemoryPlan:
     """As many cache blocks as are wanted, fewer if memory is short, but at least ``smallest``: those of one sequence of
     full length, or what the recipe asks for. That may itself be too much: ``require_fit`` then says so.
     """
-    left = budget - weights - logits - workspace - communicators
-    blocks = max(smallest, min(wanted, left // kv_block))
-    return MemoryPlan(
-        weights=weights,
-        kv_block=kv_block,
-        num_blocks=blocks,
-        logits=logits,
-        workspace=workspace,
-        communicators=communicators,
-        budget=budget,
-    )
+    blocks = max(smallest, min(wanted, (budget - sum(parts.values())) // kv_block))
+    return MemoryPlan(parts=parts, kv_block=kv_block, num_blocks=blocks, smallest=smallest, budget=budget)
 
 
 def require_fit(memory: MemoryPlan, features: Features, changes: list[str]) -> None:
     """Raises UserError, with the bytes and the smallest changes that would help, if the plan does not fit."""
     if memory.total <= memory.budget:
         return
-    parts = ", ".join(
-        f"{name} {size / GIB:.2f}"
-        for name, size in (
-            ("weights", memory.weights),
-            ("KV cache", memory.kv_cache),
-            ("logits", memory.logits),
-            ("workspace", memory.workspace),
-            ("communicators", memory.communicators),
-        )
-    )
+    everything = {**memory.parts, "KV cache": memory.kv_cache}
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in everything.items() if size >= GIB // 100)
     raise UserError(
         f"out of memory, predicted: {memory.total / GIB:.2f} GiB per rank ({parts}) of {memory.budget / GIB:.2f} GiB, "
         f"mem_fraction_static of {features.memory_bytes / GIB:.1f} GiB ({features.memory_source}); "

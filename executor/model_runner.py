@@ -6,7 +6,7 @@ import importlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from executor.blueprint import Blueprint
 from executor.config import RunConfig
 from executor.decisions import not_built
 from executor.errors import UserError
-from executor.kv_cache import allocate
+from executor.graph import DecodeGraphs
+from executor.kv_cache import LayerCache, allocate
 from executor.layers.decoder import CausalLM
 from executor.model_config import ModelConfig, read_config_json, with_overrides
 from executor.ops.attention import causal_mask
@@ -66,8 +67,8 @@ def require_runnable(plan: Plan) -> torch.device:
     wishes = not_built(plan.run, plan.features)
     if wishes:
         raise UserError(
-            f"{wishes[0]} is not built yet; run with exe_mode eager and neither enable_weight_nz nor "
-            "(on an NPU) enable_profiler, or add --explain to only check the recipe"
+            f"{wishes[0]} is not built yet; run with neither enable_weight_nz nor (on an NPU) enable_profiler, or add "
+            "--explain to only check the recipe"
         )
     return found
 
@@ -78,7 +79,8 @@ class ModelRunner(ABC):
     A subclass says how a config is read and how a model is composed.
     """
 
-    forwards: dict[Phase, Callable[[Batch, Any], torch.Tensor]]
+    forwards: dict[Phase, Callable[[Batch, Sequence[LayerCache]], torch.Tensor]]
+    graphs: DecodeGraphs | None = None
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -173,29 +175,57 @@ class ModelRunner(ABC):
         return report
 
     def graph_compile(self) -> None:
-        """Choose what ``step`` calls in each phase. Called once the weights are final; eager is the model itself."""
-        self.forwards = {"prefill": self.model, "decode": self.model}
+        """Choose what takes the steps of each phase. Called once the weights are final."""
+        mode = self.plan.run.model.exe_mode
+        self.forwards = {"prefill": self._eager, "decode": self._eager}
+        if mode != "eager":
+            templates = [self._share(self._dead_rows(rows)) for rows in self.plan.buckets]
+            self.forwards["decode"] = self.graphs = DecodeGraphs(self.model, templates, mode, self.device)
 
-    def warm_up(self) -> float:
-        """Take one step of each phase on scratch slots, so that one-off costs are not in the first request's times.
-        Returns seconds."""
+    def warm_up(self, on_bucket: Callable[[int], None] = lambda rows: None) -> float:
+        """Take a step of each bucket and one of prefill on scratch slots, so that one-off costs, above all those of
+        compiling, are not in the first request's times. Returns seconds.
+
+        Args:
+            on_bucket: called with the number of rows before each.
+        Raises:
+            PeerLost: another rank needed ``parallel_config.timeout_seconds`` longer than this one.
+        """
         started = time.perf_counter()
         size, blocks = self.plan.block_size, self.plan.max_blocks
-        rows = [dead_span(row, size) for row in range(self.plan.batch_size)]
-        self.step(build_batch("decode", rows, block_size=size, max_blocks=blocks, causal_mask=None))
+        for rows in reversed(self.plan.buckets):  # the largest needs most memory
+            on_bucket(rows)
+            self.step(self._dead_rows(rows))
+            if self.graphs is not None and self.plan.run.parallel.world_size > 1:
+                world.arrive(f"decode step of {rows} rows", self.plan.run.parallel.timeout_seconds)
+        if self.graphs is not None:
+            self.graphs.warm = True
         tokens = min(size, self.plan.max_seq_len, self.plan.run.scheduler.max_prefill_tokens)
         chunk = [Span([0] * tokens, 0, [0])]
         self.step(build_batch("prefill", chunk, block_size=size, max_blocks=blocks, causal_mask=self.causal_mask))
         return time.perf_counter() - started
 
+    def _dead_rows(self, rows: int) -> Batch:
+        """A decode step for nobody."""
+        spans = [dead_span(row, self.plan.block_size) for row in range(rows)]
+        return build_batch(
+            "decode", spans, block_size=self.plan.block_size, max_blocks=self.plan.max_blocks, causal_mask=None
+        )
+
     @torch.inference_mode()
     def step(self, batch: Batch) -> torch.Tensor:
-        """Logits ``[R, vocab]`` of ``batch.logit_rows``, in the model's dtype. Writes the step's keys and values."""
-        return self.forwards[batch.phase](self._own(batch), self.caches)
+        """Logits ``[R, vocab]`` of ``batch.logit_rows``, in the model's dtype. Writes the step's keys and values.
+        The result of a compiled step is only good until the next one."""
+        return self.forwards[batch.phase](self._share(batch), self.caches)
 
-    def _own(self, batch: Batch) -> Batch:
-        """What this rank holds of ``batch``, on its device."""
-        batch = self.model.residual[batch.phase].own(batch)
+    def _eager(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        return self.model(self._on_device(batch), caches)
+
+    def _share(self, batch: Batch) -> Batch:
+        """What this rank holds of ``batch``."""
+        return self.model.residual[batch.phase].own(batch)
+
+    def _on_device(self, batch: Batch) -> Batch:
         moved = {
             f.name: getattr(batch, f.name).to(self.device)
             for f in dataclasses.fields(batch)
@@ -209,7 +239,7 @@ class ModelRunner(ABC):
         not finite on any rank. All ranks call this together, each with its own last batch."""
         modules: list[tuple[str, nn.Module]] = [("model.embed_tokens", self.model.embed_tokens)]
         modules += [(f"model.layers.{i}", layer) for i, layer in enumerate(self.model.layers)]
-        found, own = [len(modules)], self._own(batch)
+        found, own = [len(modules)], self._on_device(self._share(batch))
 
         def watch(number: int) -> Callable[..., None]:
             def look(module: nn.Module, args: Any, output: Any) -> None:

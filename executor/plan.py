@@ -12,6 +12,7 @@ import torch
 
 from executor.batch import Phase
 from executor.blueprint import Blueprint
+from executor.buckets import plan_buckets
 from executor.config import RunConfig
 from executor.decisions import (
     Decision,
@@ -28,6 +29,12 @@ from executor.kv_cache import scratch_blocks
 from executor.layers.decoder import CausalLM
 from executor.legal_layouts import check_layout
 from executor.memory import (
+    COMMUNICATORS,
+    GRAPHS,
+    LOGITS,
+    RUNTIME,
+    WEIGHTS,
+    WORKSPACE,
     MemoryPlan,
     communicator_bytes,
     kv_block_bytes,
@@ -50,12 +57,13 @@ from executor.storage import Storage
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """``buffer_mib``: of the communicators, by purpose; None: HCCL's default."""
+    """``buckets``: rows that a decode step of an attention group may have. ``buffer_mib``: of the communicators, by
+    purpose; None: HCCL's default."""
 
     run: RunConfig
     features: Features
     blueprint: Blueprint
-    batch_size: int
+    buckets: tuple[int, ...]
     max_seq_len: int
     memory: MemoryPlan
     buffer_mib: Mapping[str, int | None]
@@ -64,6 +72,11 @@ class Plan:
     @property
     def config(self) -> ModelConfig:
         return self.blueprint.config
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences that an attention group decodes together."""
+        return self.buckets[-1]
 
     @property
     def block_size(self) -> int:
@@ -80,9 +93,15 @@ def make_plan(
 ) -> Plan:
     """Raises UserError if the layout is illegal for this model, or the run would not fit in memory."""
     dtype, why_dtype = _dtype(run, config, features)
+    if run.model.exe_mode not in features.exe_modes:
+        raise UserError(
+            f"model_config.exe_mode={run.model.exe_mode} does not run on {features.name}; one of "
+            f"{', '.join(features.exe_modes)}"
+        )
     max_seq_len, why_length = _max_seq_len(run, config)
     check_layout(run.parallel, config)
     batch_size = run.scheduler.batch_size // run.parallel.attn_dp_size
+    buckets = plan_buckets(batch_size, run.scheduler.decode_buckets)
     choices = moe_choices(run, config, features, batch_size)
     groups = groups_of(run, choices)
     scheme, why_scheme = _scheme(dtype, features)
@@ -105,7 +124,7 @@ def make_plan(
         )
     mc2_buffer = mc2_buffer_mib(run, config, features, groups, batch_size)
     buffers = {LAYERS: run.parallel.hccl_buffer_size, MC2: mc2_buffer}
-    memory = _memory(run, blueprint, features, batch_size, build_model(blueprint), buffers)
+    memory = _memory(run, blueprint, features, buckets, build_model(blueprint), buffers)
     decisions = [
         Decision("model", f"{run.model.model_name} ({config.model_type})", shape(config)),
         Decision("platform", features.name, f"model_config.platform_version={run.model.platform_version}"),
@@ -118,9 +137,8 @@ def make_plan(
         Decision("linear layers", type(scheme).__name__, why_scheme),
         Decision("weight order", "[out, in]" if features.out_in_order else "[in, out]", why_order(features)),
         Decision("max_seq_len", f"{max_seq_len} tokens", why_length),
-        Decision(
-            "decode batch", f"{batch_size} rows", "batch_size / attn_dp_size; the shape is the same in every step"
-        ),
+        Decision("decode batch", f"{batch_size} rows", "batch_size / attn_dp_size"),
+        Decision("decode buckets", ", ".join(map(str, buckets)), "rows of a step, at most decode_buckets of them"),
         Decision(
             "prefill step",
             f"<= {run.scheduler.max_prefill_tokens} tokens",
@@ -133,7 +151,7 @@ def make_plan(
         run=run,
         features=features,
         blueprint=blueprint,
-        batch_size=batch_size,
+        buckets=buckets,
         max_seq_len=max_seq_len,
         memory=memory,
         buffer_mib=buffers,
@@ -174,11 +192,11 @@ def _memory(
     run: RunConfig,
     blueprint: Blueprint,
     features: Features,
-    batch_size: int,
+    buckets: tuple[int, ...],
     model: CausalLM,
     buffer_mib: Mapping[str, int | None],
 ) -> MemoryPlan:
-    config, groups, scheduler = blueprint.config, blueprint.groups, run.scheduler
+    config, groups, scheduler, batch_size = blueprint.config, blueprint.groups, run.scheduler, buckets[-1]
     itemsize = blueprint.storage.dtype.itemsize
     per_sequence = blueprint.max_positions // scheduler.block_size
     scratch = scratch_blocks(batch_size, scheduler.block_size)
@@ -195,13 +213,20 @@ def _memory(
         reference = reference_workspace_bytes(blueprint, phase, tokens) if features.device_type == "cpu" else 0
         return workspace_bytes(blueprint, phase, tokens) + reference
 
-    memory = plan_blocks(
-        weights=weight_bytes(model) + _packed_copy(blueprint, model),
-        kv_block=kv_block_bytes(config, groups, scheduler.block_size, itemsize),
+    on_npu, compiled = features.device_type == "npu", run.model.exe_mode != "eager"
+    parts = {
+        WEIGHTS: weight_bytes(model) + _packed_copy(blueprint, model),
         # the model's dtype once, gathered, and a float32 copy for the sampler
-        logits=batch_size * config.vocab_size * (itemsize + 4),
-        workspace=max(workspace("prefill", scheduler.max_prefill_tokens), workspace("decode", batch_size)),
-        communicators=communicator_bytes(groups, buffer_mib) if features.device_type == "npu" else 0,
+        LOGITS: batch_size * config.vocab_size * (itemsize + 4),
+        WORKSPACE: max(workspace("prefill", scheduler.max_prefill_tokens), workspace("decode", batch_size)),
+        # a graph keeps memory of its own for what lies between its operators
+        GRAPHS: sum(workspace("decode", rows) for rows in buckets) if compiled else 0,
+        COMMUNICATORS: communicator_bytes(groups, buffer_mib) if on_npu else 0,
+        RUNTIME: features.runtime_bytes,
+    }
+    memory = plan_blocks(
+        parts,
+        kv_block=kv_block_bytes(config, groups, scheduler.block_size, itemsize),
         budget=int(features.memory_bytes // sharers * scheduler.mem_fraction_static),
         wanted=scheduler.num_blocks or batch_size * per_sequence + scratch,
         smallest=scheduler.num_blocks or per_sequence + scratch,
@@ -209,13 +234,15 @@ def _memory(
     changes = []
     if run.parallel.world_size > 1 or features.device_type == "npu":
         changes.append("more ranks (larger attn_tp_size, moe_tp_size or moe_ep_size, dense_tp_size)")
-    if memory.workspace > GIB // 4:
+    if parts[WORKSPACE] > GIB // 4:
         changes.append(f"scheduler_config.max_prefill_tokens below {scheduler.max_prefill_tokens}")
     if memory.kv_cache > GIB // 4 and not scheduler.num_blocks:
         changes.append(f"scheduler_config.max_seq_len below {blueprint.max_positions}")
     if scheduler.num_blocks:
         changes.append(f"scheduler_config.num_blocks below {scheduler.num_blocks}")
-    if memory.communicators > GIB // 4:
+    if parts[GRAPHS] > GIB // 4:
+        changes.append(f"scheduler_config.decode_buckets below {scheduler.decode_buckets}")
+    if parts[COMMUNICATORS] > GIB // 4:
         changes.append("a smaller parallel_config.hccl_buffer_size")
     if itemsize > 2:
         changes.append("model_config.dtype=bfloat16")

@@ -4,7 +4,7 @@
 A fixed number of rows serves any number of requests: a finished row is refilled from the queue, first come first
 served, as soon as the cache has blocks for the whole of the next request (prompt and answer), so a running answer can
 never run out of cache and a long one holds up nobody else. A prefill step carries prompt chunks, at most
-``max_prefill_tokens`` tokens, and one token of each running answer; a decode step has the same shape every time.
+``max_prefill_tokens`` tokens, and one token of each running answer; a decode step has the rows of one of few buckets.
 """
 
 from collections import deque
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from executor.batch import Batch, Phase, Span, build_batch, dead_span
+from executor.buckets import bucket_of
 from executor.errors import UserError
 from executor.kv_cache import BlockPool, scratch_blocks
 from executor.sampler import SamplingParams
@@ -108,13 +109,16 @@ class Scheduler:
     def __init__(
         self,
         *,
-        batch_size: int,
+        buckets: tuple[int, ...],
         num_blocks: int,
         block_size: int,
         max_seq_len: int,
         max_prefill_tokens: int,
         causal_mask: torch.Tensor,
     ) -> None:
+        """``buckets``: rows that a decode step may have; the last one is how many sequences run together."""
+        batch_size = buckets[-1]
+        self.buckets = buckets
         self.block_size = block_size
         self.max_seq_len = max_seq_len
         self.max_blocks = -(-max_seq_len // block_size)
@@ -188,7 +192,7 @@ class Scheduler:
     def next_step(self, agreed: Outlook | None = None) -> Step:
         """Build the next batch as all groups ``agreed``; None: there is only this one, and it has something to do."""
         agreed = agreed or self.prepare()
-        return self._prefill_step(agreed) if agreed.phase == PREFILL else self._decode_step()
+        return self._prefill_step(agreed) if agreed.phase == PREFILL else self._decode_step(agreed)
 
     def _admit(self) -> None:
         for row, occupant in enumerate(self.rows):
@@ -220,15 +224,14 @@ class Scheduler:
             prompt_tokens,
         )
 
-    def _decode_step(self) -> Step:
-        """Live rows first, as the mask of the MC2 kernels wants it."""
-        running, size = self.running, len(self.rows)
-        agreed = Outlook(DECODE, size, size)
-        batch = self._build("decode", [sequence.span(1) for sequence in running], agreed)
+    def _decode_step(self, agreed: Outlook) -> Step:
+        """Live rows first, as the mask of the MC2 kernels wants it. All groups take the bucket of the largest."""
+        running, size = self.running, bucket_of(agreed.num_rows, self.buckets)
+        batch = self._build("decode", [sequence.span(1) for sequence in running], Outlook(DECODE, size, size))
         return Step(batch, running, torch.arange(len(running)), [(sequence, 1) for sequence in running], 0)
 
     def _build(self, phase: Phase, spans: list[Span], agreed: Outlook) -> Batch:
-        """Rows that belong to nobody follow: in decode up to the fixed number, in prefill one if there is no other."""
+        """Rows that belong to nobody follow: in decode up to the bucket, in prefill one if there is no other."""
         rows = agreed.num_rows if phase == "decode" else 1
         dead = [dead_span(row, self.block_size) for row in range(len(spans), rows)]
         return build_batch(

@@ -43,10 +43,11 @@ ARROWS = {
         "executor.weights",
     },
 }
-VENDOR = {"torch_npu", "torchair"}
+VENDOR = {"torch_npu", "torchair", "npugraph_ex"}
 VENDOR_FILES = (
     "executor/platform/npu.py",
     "executor/graph.py",
+    "executor/ge_converters.py",
     "executor/offdevice/",
     "tests/npu/",
     "tests/offdevice/",

@@ -19,7 +19,9 @@ class Features:
         product: whose rounding points the reference kernels follow; on a CPU, those of the recipes' product.
         memory_bytes: memory of one device.
         memory_source: where that number comes from.
+        runtime_bytes: what of it the driver and the runtime take in each process, communicators' buffers apart.
         float_types: dtypes that the operators accept.
+        exe_modes: ways to execute a decode step.
         out_in_order: matrices are stored ``[out, in]`` (see ``storage.py``).
     """
 
@@ -28,27 +30,34 @@ class Features:
     product: Product
     memory_bytes: int
     memory_source: str
+    runtime_bytes: int
     float_types: tuple[str, ...]
+    exe_modes: tuple[str, ...]
     out_in_order: bool
 
 
-def _npu(name: Product, gib: int, source: str) -> Features:
+def _npu(name: Product, gib: float, source: str) -> Features:
     return Features(
         name=name,
         device_type="npu",
         product=name,
-        memory_bytes=gib * GIB,
+        memory_bytes=int(gib * GIB),
         memory_source=source,
+        runtime_bytes=int(0.4 * GIB),
         float_types=("bfloat16", "float16"),
+        exe_modes=("eager", "ge_graph", "npugraph_ex"),
         out_in_order=False,
     )
 
 
-# Memory: nominal figures; what the runtime leaves usable is a little less, which mem_fraction_static allows for.
+# Of 64 GiB nominal a process sees less. The figures are the total capacity that torch_npu printed in users' reports of
+# running out of memory: 60.96 GiB on A2 (vllm-project/vllm-ascend issue 5020), 61.27 GiB on a die of A3 (sgl-project/
+# sglang issue 29838). For the 950PR no such report was found: 104 GiB nominal, less as much as A2 loses. What a process
+# takes besides torch's pool: 0.36 GiB (total less reserved and free, vllm-ascend issue 1987), rounded up.
 NPU = {
-    "a2": _npu("a2", 64, "Atlas A2: 64 GiB per NPU, nominal"),
-    "a3": _npu("a3", 64, "Atlas A3: 64 GiB per die, nominal"),
-    "950": _npu("950", 104, "Ascend 950PR: 112 GB (104 GiB) of the PCIe card, nominal"),
+    "a2": _npu("a2", 60.96, "what is usable of the 64 GiB of an Atlas A2 NPU, as users report"),
+    "a3": _npu("a3", 61.27, "what is usable of the 64 GiB of an Atlas A3 die, as users report"),
+    "950": _npu("950", 99.0, "the 104 GiB (112 GB) of an Ascend 950PR PCIe card, less what A2 loses; no report found"),
 }
 
 
@@ -73,6 +82,8 @@ def cpu() -> Features:
         product="a3",
         memory_bytes=memory,
         memory_source=source,
+        runtime_bytes=0,
         float_types=("bfloat16", "float16", "float32", "float64"),
+        exe_modes=("eager", "inductor"),
         out_in_order=True,
     )

@@ -22,14 +22,15 @@ MINIMAL = {"model_config": {"model_name": "case"}}
 # The documented keys, written out: a list derived from the code would not notice a key that was lost.
 KEYS = {
     "model_config": """model_name model_path with_ckpt exe_mode dtype platform_version enable_profiler
-        enable_cache_compile enable_weight_nz force_eplb enable_thinking rope_scaling
+        enable_cache_compile compile_cache_dir compile_cache_gib unfused shipped_converters enable_weight_nz
+        force_eplb enable_thinking rope_scaling
         max_position_embeddings""",
     "data_config": "dataset input_truncated_len chat_template system_prompt",
     "parallel_config": """world_size attn_tp_size dense_tp_size moe_tp_size moe_ep_size embed_tp_size
         lmhead_tp_size sequence_parallel_prefill moe_prefill_strategy moe_decode_strategy
         timeout_seconds hccl_buffer_size hosts""",
     "scheduler_config": """batch_size max_new_tokens max_prefill_tokens max_seq_len block_size
-        mem_fraction_static num_blocks""",
+        mem_fraction_static num_blocks decode_buckets""",
     "sampling_config": "do_sample temperature top_k top_p min_p repetition_penalty seed ignore_eos stop",
     "output_config": "dir",
 }

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from executor.memory import WEIGHTS
 from executor.quant.packed import PackedLinear
 from executor.quant.unquantized import UnquantizedLinear
 from executor.storage import Storage
@@ -46,4 +47,4 @@ def test_memory_is_planned_and_the_tied_head_keeps_the_embedding(tied, tmp_path)
     held = sum(t.numel() * t.element_size() for t in (*made.model.parameters(), *made.model.buffers()))
     vocab, hidden = embedding.shape
     shapes = 3 * (48 * 128 + 64 * 48 + 48 * 160 + 80 * 48) + vocab * hidden
-    assert made.plan.memory.weights == held + 2 * shapes
+    assert made.plan.memory.parts[WEIGHTS] == held + 2 * shapes

@@ -13,7 +13,7 @@ from executor.model_config import read_config_json
 from executor.model_runner import plan_run
 from executor.moe.strategy import choose
 from executor.parallel.groups import planned_groups
-from executor.platform.features import GIB
+from executor.platform.features import NPU
 
 
 def plan(*overrides, recipe="qwen3_moe_a3_tp8"):
@@ -28,19 +28,29 @@ def test_cache_holds_at_least_one_sequence_of_full_length_or_the_plan_refuses():
     tight = plan().memory
     per_sequence = -(-4352 // 128)
     assert tight.num_blocks == per_sequence + 1
-    share = tight.total / (64 * GIB)
+    capacity = NPU["a3"].memory_bytes
+    share = tight.total / capacity
     assert plan(f"scheduler_config.mem_fraction_static={share + 1e-6}").memory == dataclasses.replace(
-        tight, budget=int(64 * GIB * (share + 1e-6))
+        tight, budget=int(capacity * (share + 1e-6))
     )
     with pytest.raises(UserError, match=r"out of memory, predicted: 56\.\d+ GiB per rank \(weights 54\.9"):
         plan(f"scheduler_config.mem_fraction_static={share - 1e-4}")
 
 
 def test_blocks_shrink_with_memory_but_not_below_one_sequence():
-    fixed = dict(weights=100, kv_block=10, logits=5, workspace=3, communicators=2, wanted=50, smallest=8)
-    assert plan_blocks(**fixed, budget=1000).num_blocks == 50
-    assert plan_blocks(**fixed, budget=310).num_blocks == 20
-    assert plan_blocks(**fixed, budget=150).num_blocks == 8
+    parts, cache = {"weights": 100, "logits": 5, "workspace": 3, "runtime": 2}, dict(kv_block=10, wanted=50, smallest=8)
+    assert plan_blocks(parts, **cache, budget=1000).num_blocks == 50
+    assert plan_blocks(parts, **cache, budget=310).num_blocks == 20
+    assert plan_blocks(parts, **cache, budget=150).num_blocks == 8
+
+
+def test_what_a_card_has_free_limits_the_blocks_but_never_below_what_is_needed():
+    parts = {"weights": 100, "runtime": 50}  # what the runtime holds is not free any more
+    planned = plan_blocks(parts, kv_block=10, budget=1000, wanted=50, smallest=8)
+    assert planned.within(10_000) == planned
+    assert planned.within(309).num_blocks == 20
+    with pytest.raises(UserError, match=r"out of memory: .* are free, the run needs"):
+        planned.within(179)
 
 
 def test_workspace_grows_with_tokens_and_shrinks_with_ranks():
@@ -133,7 +143,7 @@ def test_mc2_is_refused_with_the_limit_that_it_breaks():
 
 def test_groups_of_the_same_ranks_share_one_communicator_but_mc2_has_its_own():
     def of(recipe, *overrides):
-        return plan(*overrides, recipe=recipe).memory.communicators
+        return plan(*overrides, recipe=recipe).memory.parts["communicators"]
 
     one = 2 * 200 << 20  # HCCL's default, to send and to receive
     assert of("qwen3_dense_8b_a3_tp1") == 0
@@ -167,9 +177,14 @@ def test_a_pool_of_scratch_blocks_alone_is_refused():
 
 
 def test_not_everything_that_is_planned_can_run():
-    for recipe in ("qwen3_moe_a3_tp8", "qwen3_moe_a3_ep16"):
-        found = [d.value for d in plan(recipe=recipe).decisions if d.what == "not built yet"]
-        assert found == ["model_config.exe_mode=ge_graph"]
+    asked = plan("model_config.enable_weight_nz=true")
+    assert [d.value for d in asked.decisions if d.what == "not built yet"] == ["model_config.enable_weight_nz=true"]
+
+
+@pytest.mark.parametrize(("platform", "mode"), [("cpu", "ge_graph"), ("cpu", "npugraph_ex"), ("a3", "inductor")])
+def test_a_mode_that_the_platform_does_not_have_is_refused(platform, mode):
+    with pytest.raises(UserError, match=f"exe_mode={mode} does not run on {platform}; one of eager, "):
+        plan(f"model_config.platform_version={platform}", f"model_config.exe_mode={mode}")
 
 
 def test_shapes_are_read_from_the_shipped_config():

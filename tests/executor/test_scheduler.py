@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from executor.buckets import bucket_of, plan_buckets
 from executor.errors import UserError
 from executor.kv_cache import BlockPool
 from executor.scheduler import Request, Scheduler
@@ -21,9 +22,10 @@ BLOCK = 16
     num_blocks=st.integers(8, 20),
 )
 def test_every_token_is_processed_once_at_its_own_slot(sizes, batch_size, budget, num_blocks):
+    buckets = plan_buckets(batch_size, 2)
     budget += batch_size  # the plan demands more than the batch
     scheduler = Scheduler(
-        batch_size=batch_size,
+        buckets=buckets,
         num_blocks=num_blocks,
         block_size=BLOCK,
         max_seq_len=96,
@@ -43,7 +45,9 @@ def test_every_token_is_processed_once_at_its_own_slot(sizes, batch_size, budget
         batch = step.batch
         assert batch.num_tokens <= budget
         assert batch.actual_seq_qlen[-1] == batch.num_tokens
-        assert (batch.phase == "decode") == (batch.num_tokens == batch_size and batch.causal_mask is None)
+        assert (batch.phase == "decode") == (batch.causal_mask is None)
+        if batch.phase == "decode":
+            assert batch.num_tokens == bucket_of(len(step.cached), buckets)
         slots = batch.slot_mapping.tolist()
         assert len(set(slots)) == len(slots)
         cache.update(zip(slots, batch.input_ids.tolist()))
@@ -72,7 +76,7 @@ def test_every_token_is_processed_once_at_its_own_slot(sizes, batch_size, budget
 def test_head_of_the_queue_is_not_overtaken():
     """A request that does not fit yet makes later, smaller ones wait: nobody starves."""
     scheduler = Scheduler(
-        batch_size=3, num_blocks=5, block_size=BLOCK, max_seq_len=64, max_prefill_tokens=64, causal_mask=torch.empty(0)
+        buckets=(3,), num_blocks=5, block_size=BLOCK, max_seq_len=64, max_prefill_tokens=64, causal_mask=torch.empty(0)
     )
     first, big, small = (scheduler.add(Request(prompt=[1] * n, max_new_tokens=1)) for n in (20, 60, 3))
     scheduler.next_step()
@@ -85,7 +89,7 @@ def test_head_of_the_queue_is_not_overtaken():
 
 def test_request_numbers_in_messages():
     scheduler = Scheduler(
-        batch_size=1, num_blocks=3, block_size=BLOCK, max_seq_len=64, max_prefill_tokens=64, causal_mask=torch.empty(0)
+        buckets=(1,), num_blocks=3, block_size=BLOCK, max_seq_len=64, max_prefill_tokens=64, causal_mask=torch.empty(0)
     )
     scheduler.add(Request(prompt=[1], max_new_tokens=1))
     with pytest.raises(UserError, match=r"^prompt 2 is empty$"):

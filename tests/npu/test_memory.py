@@ -57,7 +57,7 @@ def changes(recipe: str, device: Device) -> list[Change]:
     runner.caches.clear()
     rest, memory = device.allocated(), session.plan.memory
     return [
-        Change("weights", rest - empty, memory.weights, weights),
+        Change("weights", rest - empty, memory.parts["weights"], weights),
         Change("KV cache", loaded - rest, memory.kv_cache, cache),
     ]
 
