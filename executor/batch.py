@@ -63,9 +63,11 @@ class Span:
 
 
 def dead_span(row: int, block_size: int) -> Span:
-    """A decode row without a request: token 0 at a scratch slot of its own."""
-    block, offset = divmod(row, block_size)
-    return Span([0], offset, [block])
+    """A decode row without a request: token 0 at a scratch slot of its own. Never the first slot of a block: like any
+    other decode row it then has two tokens to attend to, and a compiler that keeps lengths as symbols makes 1 a
+    constant."""
+    block, offset = divmod(row, block_size - 1)
+    return Span([0], offset + 1, [block])
 
 
 def build_batch(

@@ -16,11 +16,12 @@ from executor.moe.block import MoeBlock
 from executor.moe.ep_allgather import AllGatherExperts
 from executor.moe.ep_double_routing import DoubleRouting
 from executor.moe.ep_local import LocalExperts
-from executor.moe.ep_mc2 import DispatchCombine
+from executor.moe.ep_mc2 import CombineInNextNorm, DispatchCombine
 from executor.moe.experts import Experts
 from executor.moe.gate import BalancedGate, Gate
 from executor.moe.strategy import Strategy, StrategyName
 from executor.moe.tp import TensorParallel
+from executor.ops.forms import Forms, forms
 from executor.parallel.groups import Group, Groups
 from executor.parallel.layout import Replicated, ReplicatedResidual, Residual, Sharded, ShardedResidual, Tokens
 from executor.quant.scheme import LinearScheme
@@ -37,6 +38,7 @@ class Blueprint:
             is the whole run and each of its ranks holds all of them.
         exchange_heads: sharded phases that exchange heads for tokens before ``o_proj``.
         mc2_sends_weights: the product's dispatch kernel takes the routing weights too.
+        combine_in_next_norm: the product has a kernel for the combine of MC2 and the norm after it.
     """
 
     config: ModelConfig
@@ -44,10 +46,12 @@ class Blueprint:
     storage: Storage
     max_positions: int
     scheme: LinearScheme = field(default_factory=UnquantizedLinear)
+    forms: Forms = field(default_factory=lambda: forms(("rotary",)))
     sharded: frozenset[Phase] = frozenset()
     exchange_heads: frozenset[Phase] = frozenset()
     moe_strategies: Mapping[Phase, StrategyName] = field(default_factory=lambda: {"prefill": "tp", "decode": "tp"})
     mc2_sends_weights: bool = False
+    combine_in_next_norm: bool = False
     balanced_gate: bool = False
 
     def residual(self) -> dict[Phase, Residual]:
@@ -58,15 +62,17 @@ class Blueprint:
         return {p: Sharded(group) if p in self.sharded else Replicated(group) for p in PHASES}
 
     def norm(self) -> RMSNorm:
-        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, self.storage)
+        return RMSNorm(self.config.hidden_size, self.config.rms_norm_eps, self.storage, self.forms)
 
     def attention(self) -> Attention:
         group = self.groups.attn_tp
-        return Attention(self.config, group, self.residual(), self.exchange_heads, self.storage, self.scheme)
+        return Attention(
+            self.config, group, self.residual(), self.exchange_heads, self.storage, self.scheme, self.forms
+        )
 
     def dense_mlp(self) -> MLP:
         group = self.groups.dense_tp
-        return MLP(self.config, group, self.tokens(group), self.storage, self.scheme)
+        return MLP(self.config, group, self.tokens(group), self.storage, self.scheme, self.forms)
 
     def moe_block(self) -> MoeBlock:
         moe, hidden = self.config.moe, self.config.hidden_size
@@ -75,8 +81,12 @@ class Blueprint:
         ep = self.groups.moe_ep
         # where tokens are replicated all ranks route the same ones
         turn = ep.rank if "decode" in self.sharded else 0
-        gate = BalancedGate(moe, hidden, self.storage, turn) if self.balanced_gate else Gate(moe, hidden, self.storage)
-        experts = Experts(moe, hidden, self.groups.moe_tp, self.groups.moe_ep, self.storage)
+        gate = (
+            BalancedGate(moe, hidden, self.storage, self.forms, turn)
+            if self.balanced_gate
+            else Gate(moe, hidden, self.storage, self.forms)
+        )
+        experts = Experts(moe, hidden, self.groups.moe_tp, self.groups.moe_ep, self.storage, self.forms)
         tokens = self.tokens(self.groups.moe_tp)
         strategies = {
             phase: self._strategy(name, moe, experts.mine, tokens[phase]) for phase, name in self.moe_strategies.items()
@@ -96,7 +106,8 @@ class Blueprint:
                 return DoubleRouting(moe.num_experts, mine, ep, slices)
             case "ep_mc2":
                 mc2 = self.groups.moe_ep_mc2
-                return DispatchCombine(moe.num_experts, mine, mc2, send_weights=self.mc2_sends_weights)
+                kind = CombineInNextNorm if self.combine_in_next_norm else DispatchCombine
+                return kind(moe.num_experts, mc2, send_weights=self.mc2_sends_weights)
 
     def _head_tokens(self) -> Tokens:
         """The head gets rows that all ranks of an attention group have. If its group reaches over several of them,

@@ -104,7 +104,7 @@ class Graph:
             self.qlen = torch.tensor(template.actual_seq_qlen, dtype=torch.int64, device=device)
             self.kvlen = torch.tensor(template.actual_seq_kvlen, dtype=torch.int64, device=device)
         for buffer in self.inputs.values():
-            torch._dynamo.mark_static(buffer)  # also where lengths on the host are symbols
+            torch._dynamo.mark_static(buffer)
 
     def __call__(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
         for name, buffer in self.inputs.items():
@@ -121,6 +121,7 @@ class DecodeGraphs:
     def __init__(
         self,
         model: nn.Module,
+        caches: Sequence[LayerCache],
         templates: Sequence[Batch],
         mode: Mode,
         device: torch.device,
@@ -135,6 +136,8 @@ class DecodeGraphs:
             cache_dir: where torchair keeps what it compiled; None: nowhere.
             shipped_converters: see ``ge_converters``.
         """
+        for cache in (tensor for layer in caches for tensor in layer):
+            torch._dynamo.mark_static(cache)
         compile_step = compiler(mode, cache_dir, shipped_converters=shipped_converters)
         self.graphs = {
             batch.num_tokens: Graph(
@@ -219,8 +222,8 @@ def _ge_graph(cache_dir: Path | None, shipped_converters: bool) -> Callable[[Dec
 
 
 def _npugraph_ex(cache_dir: Path | None, shipped_converters: bool) -> Callable[[DecodeStep], Compiled]:
-    """Lengths are integers of the host that change from step to step, so they have to be symbols; tensors are static
-    all the same, since ``Graph`` marks them."""
+    """Lengths are integers of the host that change from step to step, so they have to be symbols: ``dynamic=True``.
+    Tensors are static all the same, as they are marked so."""
     import npugraph_ex
 
     from executor import ge_converters

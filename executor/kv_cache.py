@@ -9,8 +9,8 @@ import torch
 
 def scratch_blocks(batch_size: int, block_size: int) -> int:
     """Blocks at the start of the cache that no sequence ever owns: a row without a request writes to a slot of its
-    own there, since two writes to one slot are undefined on a card."""
-    return -(-batch_size // block_size)
+    own there, since two writes to one slot are undefined on a card (``batch.dead_span``)."""
+    return -(-batch_size // (block_size - 1))
 
 
 class LayerCache(NamedTuple):

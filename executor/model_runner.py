@@ -27,6 +27,7 @@ from executor.ops.reference.product import set_product
 from executor.parallel import world
 from executor.parallel.groups import Groups, connected_groups
 from executor.plan import Plan, make_plan
+from executor.platform import npu
 from executor.platform.select import device, planned_features
 from executor.weights import LoadReport, check_coverage, load_weights, randomize
 
@@ -88,9 +89,10 @@ class ModelRunner(ABC):
         set_product(plan.features.product)
         storage = dataclasses.replace(plan.blueprint.storage, device=self.device)
         self.groups = self._connect()
+        memory = plan.memory.within(npu.free_bytes()) if self.device.type == "npu" else plan.memory
         # each rank planned with the memory that it saw; those of one attention group have to schedule alike
-        blocks = -world.largest([-plan.memory.num_blocks], world.everyone())[0]
-        self.plan = plan = dataclasses.replace(plan, memory=dataclasses.replace(plan.memory, num_blocks=blocks))
+        blocks = -world.largest([-memory.num_blocks], world.everyone())[0]
+        self.plan = plan = dataclasses.replace(plan, memory=dataclasses.replace(memory, num_blocks=blocks))
         blueprint = dataclasses.replace(plan.blueprint, storage=storage, groups=self.groups)
         self.model = self.build_model(blueprint).eval()
         check_coverage(self.model.slots(), self.model.parameters())
@@ -180,7 +182,7 @@ class ModelRunner(ABC):
         self.forwards = {"prefill": self._eager, "decode": self._eager}
         if mode != "eager":
             templates = [self._share(self._dead_rows(rows)) for rows in self.plan.buckets]
-            self.forwards["decode"] = self.graphs = DecodeGraphs(self.model, templates, mode, self.device)
+            self.forwards["decode"] = self.graphs = DecodeGraphs(self.model, self.caches, templates, mode, self.device)
 
     def warm_up(self, on_bucket: Callable[[int], None] = lambda rows: None) -> float:
         """Take a step of each bucket and one of prefill on scratch slots, so that one-off costs, above all those of

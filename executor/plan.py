@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from executor.batch import Phase
 from executor.blueprint import Blueprint
 from executor.buckets import plan_buckets
 from executor.config import RunConfig
@@ -25,29 +24,15 @@ from executor.decisions import (
     why_order,
 )
 from executor.errors import UserError
-from executor.kv_cache import scratch_blocks
+from executor.fusion_plan import plan_fusions
 from executor.layers.decoder import CausalLM
 from executor.legal_layouts import check_layout
-from executor.memory import (
-    COMMUNICATORS,
-    GRAPHS,
-    LOGITS,
-    RUNTIME,
-    WEIGHTS,
-    WORKSPACE,
-    MemoryPlan,
-    communicator_bytes,
-    kv_block_bytes,
-    plan_blocks,
-    reference_workspace_bytes,
-    require_fit,
-    weight_bytes,
-    workspace_bytes,
-)
+from executor.memory import MemoryPlan
+from executor.memory_plan import plan_memory
 from executor.model_config import ModelConfig
 from executor.moe import mc2_limits
 from executor.moe_plan import groups_of, mc2_buffer_mib, moe_choices
-from executor.platform.features import GIB, Features
+from executor.platform.features import Features
 from executor.platform.npu import LAYERS, MC2
 from executor.quant.packed import PackedLinear
 from executor.quant.scheme import LinearScheme
@@ -105,6 +90,7 @@ def make_plan(
     choices = moe_choices(run, config, features, batch_size)
     groups = groups_of(run, choices)
     scheme, why_scheme = _scheme(dtype, features)
+    used_forms, late, fusion_decisions = plan_fusions(run, features)
     blueprint = Blueprint(
         config=config,
         groups=groups,
@@ -116,6 +102,8 @@ def make_plan(
         moe_strategies={phase: choice.strategy for phase, choice in choices.items()},
         mc2_sends_weights=features.name in mc2_limits.LIMITS and mc2_limits.LIMITS[features.name].send_weights,
         balanced_gate=run.model.force_eplb,
+        forms=used_forms,
+        combine_in_next_norm=late,
     )
     if run.scheduler.max_prefill_tokens <= batch_size:
         raise UserError(
@@ -124,7 +112,7 @@ def make_plan(
         )
     mc2_buffer = mc2_buffer_mib(run, config, features, groups, batch_size)
     buffers = {LAYERS: run.parallel.hccl_buffer_size, MC2: mc2_buffer}
-    memory = _memory(run, blueprint, features, buckets, build_model(blueprint), buffers)
+    memory = plan_memory(run, blueprint, features, buckets, build_model(blueprint), buffers)
     decisions = [
         Decision("model", f"{run.model.model_name} ({config.model_type})", shape(config)),
         Decision("platform", features.name, f"model_config.platform_version={run.model.platform_version}"),
@@ -134,6 +122,7 @@ def make_plan(
         *layout_decisions(run, config, groups),
         *(Decision(f"MoE strategy, {phase}", choice.strategy, choice.reason) for phase, choice in choices.items()),
         *mc2_decisions(mc2_buffer),
+        *fusion_decisions,
         Decision("linear layers", type(scheme).__name__, why_scheme),
         Decision("weight order", "[out, in]" if features.out_in_order else "[in, out]", why_order(features)),
         Decision("max_seq_len", f"{max_seq_len} tokens", why_length),
@@ -186,79 +175,3 @@ def _max_seq_len(run: RunConfig, config: ModelConfig) -> tuple[int, str]:
             "context with model_config.rope_scaling (YaRN)"
         )
     return wanted, "scheduler_config.max_seq_len"
-
-
-def _memory(
-    run: RunConfig,
-    blueprint: Blueprint,
-    features: Features,
-    buckets: tuple[int, ...],
-    model: CausalLM,
-    buffer_mib: Mapping[str, int | None],
-) -> MemoryPlan:
-    config, groups, scheduler, batch_size = blueprint.config, blueprint.groups, run.scheduler, buckets[-1]
-    itemsize = blueprint.storage.dtype.itemsize
-    per_sequence = blueprint.max_positions // scheduler.block_size
-    scratch = scratch_blocks(batch_size, scheduler.block_size)
-    if scheduler.num_blocks is not None and scheduler.num_blocks <= scratch:
-        raise UserError(
-            f"scheduler_config.num_blocks={scheduler.num_blocks} leaves no block for a sequence: {scratch} are scratch "
-            f"blocks of the {batch_size} decode rows; set at least {scratch + 1}"
-        )
-
-    # the ranks of a machine share its memory, where they have no device each
-    sharers = run.parallel.world_size // max(1, len(run.parallel.hosts)) if features.device_type == "cpu" else 1
-
-    def workspace(phase: Phase, tokens: int) -> int:
-        reference = reference_workspace_bytes(blueprint, phase, tokens) if features.device_type == "cpu" else 0
-        return workspace_bytes(blueprint, phase, tokens) + reference
-
-    on_npu, compiled = features.device_type == "npu", run.model.exe_mode != "eager"
-    parts = {
-        WEIGHTS: weight_bytes(model) + _packed_copy(blueprint, model),
-        # the model's dtype once, gathered, and a float32 copy for the sampler
-        LOGITS: batch_size * config.vocab_size * (itemsize + 4),
-        WORKSPACE: max(workspace("prefill", scheduler.max_prefill_tokens), workspace("decode", batch_size)),
-        # a graph keeps memory of its own for what lies between its operators
-        GRAPHS: sum(workspace("decode", rows) for rows in buckets) if compiled else 0,
-        COMMUNICATORS: communicator_bytes(groups, buffer_mib) if on_npu else 0,
-        RUNTIME: features.runtime_bytes,
-    }
-    memory = plan_blocks(
-        parts,
-        kv_block=kv_block_bytes(config, groups, scheduler.block_size, itemsize),
-        budget=int(features.memory_bytes // sharers * scheduler.mem_fraction_static),
-        wanted=scheduler.num_blocks or batch_size * per_sequence + scratch,
-        smallest=scheduler.num_blocks or per_sequence + scratch,
-    )
-    changes = []
-    if run.parallel.world_size > 1 or features.device_type == "npu":
-        changes.append("more ranks (larger attn_tp_size, moe_tp_size or moe_ep_size, dense_tp_size)")
-    if parts[WORKSPACE] > GIB // 4:
-        changes.append(f"scheduler_config.max_prefill_tokens below {scheduler.max_prefill_tokens}")
-    if memory.kv_cache > GIB // 4 and not scheduler.num_blocks:
-        changes.append(f"scheduler_config.max_seq_len below {blueprint.max_positions}")
-    if scheduler.num_blocks:
-        changes.append(f"scheduler_config.num_blocks below {scheduler.num_blocks}")
-    if parts[GRAPHS] > GIB // 4:
-        changes.append(f"scheduler_config.decode_buckets below {scheduler.decode_buckets}")
-    if parts[COMMUNICATORS] > GIB // 4:
-        changes.append("a smaller parallel_config.hccl_buffer_size")
-    if itemsize > 2:
-        changes.append("model_config.dtype=bfloat16")
-    if scheduler.mem_fraction_static < 0.95:
-        changes.append(f"scheduler_config.mem_fraction_static above {scheduler.mem_fraction_static}")
-    require_fit(memory, features, changes or ["a smaller model"])
-    return memory
-
-
-def _packed_copy(blueprint: Blueprint, model: CausalLM) -> int:
-    """Bytes of packed weights that are kept beside others: a head tied to the embedding, and this rank's rows of an
-    ``o_proj`` that is held whole."""
-    if not isinstance(blueprint.scheme, PackedLinear):
-        return 0
-    config, itemsize = blueprint.config, blueprint.storage.dtype.itemsize
-    head = config.vocab_size * config.hidden_size // blueprint.groups.lmhead_tp.size if model.shares_head else 0
-    o_proj = config.num_attention_heads * config.head_dim * config.hidden_size // blueprint.groups.attn_tp.size
-    rows = config.num_hidden_layers * o_proj if blueprint.exchange_heads else 0
-    return itemsize * (head + rows)

@@ -15,8 +15,7 @@ from executor.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from executor.layers.norm import RMSNorm
 from executor.model_config import ModelConfig
 from executor.ops.attention import paged_attention
-from executor.ops.kv import write_kv
-from executor.ops.rope import rotary
+from executor.ops.forms import Forms
 from executor.parallel.groups import Group
 from executor.parallel.layout import Residual, ShardedResidual, shard, shard_kv_heads
 from executor.quant.scheme import LinearScheme
@@ -66,8 +65,10 @@ class Attention(nn.Module):
         exchange: Collection[Phase],
         storage: Storage,
         scheme: LinearScheme,
+        forms: Forms,
     ) -> None:
         super().__init__()
+        self.forms = forms
         self.residual = residual
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
@@ -89,8 +90,8 @@ class Attention(nn.Module):
             storage=storage,
             scheme=scheme,
         )
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, storage)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, storage)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, storage, forms)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, storage, forms)
 
         def row_parallel(keep: range, holds_bias: bool) -> RowParallelLinear:
             return RowParallelLinear(
@@ -124,8 +125,8 @@ class Attention(nn.Module):
         q_TND = self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim)))
         k_TMD = self.k_norm(k.unflatten(-1, (self.num_kv_heads, self.head_dim)))
         v_TMD = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        q_TND, k_TMD = rotary(q_TND, k_TMD, *rotary_table)
-        write_kv(k_TMD, v_TMD, cache.key, cache.value, batch.slot_mapping)
+        q_TND, k_TMD = self.forms.rotary(q_TND, k_TMD, *rotary_table)
+        self.forms.write_kv(k_TMD, v_TMD, cache.key, cache.value, batch.slot_mapping)
         out_TND = paged_attention(
             q_TND,
             cache.key,

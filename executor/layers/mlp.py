@@ -9,7 +9,7 @@ from torch import nn
 from executor.batch import Batch, Phase
 from executor.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from executor.model_config import ModelConfig
-from executor.ops.matmul import swiglu
+from executor.ops.forms import Forms
 from executor.parallel.groups import Group
 from executor.parallel.layout import Tokens, shard
 from executor.quant.scheme import LinearScheme
@@ -27,8 +27,10 @@ class MLP(nn.Module):
         tokens: Mapping[Phase, Tokens],
         storage: Storage,
         scheme: LinearScheme,
+        forms: Forms,
     ) -> None:
         super().__init__()
+        self.forms = forms
         self.tokens = tokens
         width = config.intermediate_size
         mine = shard(width, group, "intermediate_size")
@@ -50,7 +52,7 @@ class MLP(nn.Module):
 
     def partial(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         x = self.tokens[batch.phase].enter(x, batch)
-        return self.down_proj(swiglu(self.gate_up_proj(x)))
+        return self.down_proj(self.forms.swiglu(self.gate_up_proj(x)))
 
     def reduce(self, y: torch.Tensor, batch: Batch) -> torch.Tensor:
         return self.tokens[batch.phase].leave(y, batch)

@@ -5,29 +5,19 @@ The rows are padded to the most that can arrive, so the shapes do not depend on 
 all steps. Tokens that are not active are not sent.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from executor.batch import Batch
 from executor.moe.strategy import Dispatched
-from executor.ops.moe import ExpertRanks, Route, distribute_combine, distribute_dispatch
+from executor.ops.moe import ExpertRanks, distribute_dispatch
+from executor.ops.uncombined import Sent, Uncombined
 from executor.parallel.groups import Group
-
-
-@dataclass(frozen=True)
-class Distributed:
-    ids_TK: torch.Tensor
-    weights_TK: torch.Tensor
-    active_T: torch.Tensor
-    ranks: ExpertRanks
-    route: Route
 
 
 class DispatchCombine:
     capturable = True
 
-    def __init__(self, num_experts: int, mine: range, ep: Group, *, send_weights: bool = False) -> None:
+    def __init__(self, num_experts: int, ep: Group, *, send_weights: bool = False) -> None:
         """``ep``: with a communicator of its own, which no other operator uses. ``send_weights``: whether this
         product's kernels want the routing weights at dispatch already (``mc2_limits``)."""
         self.num_experts = num_experts
@@ -39,11 +29,18 @@ class DispatchCombine:
         ranks = ExpertRanks(self.ep.hccl_name, self.ep.size, self.ep.rank, self.num_experts, x_TH.shape[0])
         sent_weights = weights_TK if self.send_weights else None
         rows_RH, counts, route = distribute_dispatch(x_TH, ids_TK, batch.active, ranks, sent_weights)
-        return Dispatched(rows_RH, counts, Distributed(ids_TK, weights_TK, batch.active, ranks, route))
+        return Dispatched(rows_RH, counts, Sent(ids_TK, weights_TK, batch.active, ranks, route))
 
-    def combine(self, y_RH: torch.Tensor, state: Distributed) -> torch.Tensor:
+    def combine(self, y_RH: torch.Tensor, state: Sent) -> torch.Tensor:
         """Zero for tokens that are not active."""
-        return distribute_combine(y_RH, state.ids_TK, state.weights_TK, state.active_T, state.ranks, state.route)
+        return Uncombined(y_RH, state).combined()
 
     def reduce(self, y_TH: torch.Tensor) -> torch.Tensor:
         return y_TH
+
+
+class CombineInNextNorm(DispatchCombine):
+    """Leaves the rows at their experts: the norm that follows brings them back, in one kernel with its own work."""
+
+    def combine(self, y_RH: torch.Tensor, state: Sent) -> Uncombined:  # type: ignore[override]
+        return Uncombined(y_RH, state)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from executor.model_config import MoeConfig
-from executor.ops.matmul import grouped_matmul, swiglu
+from executor.ops.forms import Forms
+from executor.ops.matmul import grouped_matmul
 from executor.parallel.groups import Group
 from executor.parallel.layout import shard
 from executor.storage import Storage
@@ -20,8 +21,11 @@ from executor.weights import Slot
 class Experts(nn.Module):
     """``rows [R, H], counts [E] -> [R, H]``: gate and up merged in ``w13 [E, H, 2I]``, down in ``w2 [E, I, H]``."""
 
-    def __init__(self, moe: MoeConfig, hidden_size: int, moe_tp: Group, moe_ep: Group, storage: Storage) -> None:
+    def __init__(
+        self, moe: MoeConfig, hidden_size: int, moe_tp: Group, moe_ep: Group, storage: Storage, forms: Forms
+    ) -> None:
         super().__init__()
+        self.forms = forms
         self.num_experts = moe.num_experts
         self.width = moe.moe_intermediate_size
         self.mine = shard(moe.num_experts, moe_ep, "num_experts")
@@ -30,7 +34,7 @@ class Experts(nn.Module):
         self.w2 = storage.experts(len(self.mine), len(self.columns), hidden_size)
 
     def forward(self, rows_RH: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        return grouped_matmul(swiglu(grouped_matmul(rows_RH, self.w13, counts_E)), self.w2, counts_E)
+        return grouped_matmul(self.forms.swiglu(grouped_matmul(rows_RH, self.w13, counts_E)), self.w2, counts_E)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Slot]]:
         """Per expert (``prefix.N.gate_proj.weight`` ...), each matrix with the fused tensor that may hold it instead

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from executor.model_config import MoeConfig
-from executor.ops.moe import gate_topk
+from executor.ops.forms import Forms
 from executor.storage import Storage
 from executor.weights import Slot
 
@@ -15,15 +15,16 @@ from executor.weights import Slot
 class Gate(nn.Module):
     """``x [T, hidden] -> (weights [T, K], ids [T, K] int32)``, softmax over all experts and the K largest of it."""
 
-    def __init__(self, moe: MoeConfig, hidden_size: int, storage: Storage) -> None:
+    def __init__(self, moe: MoeConfig, hidden_size: int, storage: Storage, forms: Forms) -> None:
         super().__init__()
+        self.forms = forms
         self.num_experts = moe.num_experts
         self.top_k = moe.num_experts_per_tok
         self.renormalize = moe.norm_topk_prob
         self.weight = storage.matrix(hidden_size, moe.num_experts)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gate_topk(torch.matmul(x, self.weight), self.top_k, self.renormalize)
+        return self.forms.gate_topk(torch.matmul(x, self.weight), self.top_k, self.renormalize)
 
     def slots(self, name: str) -> Iterator[tuple[str, Slot]]:
         shape = (self.num_experts, self.weight.shape[0])
@@ -40,10 +41,10 @@ class BalancedGate(Gate):
     """The router's own weights, but experts in turn (``force_eplb``): random weights would route unevenly, and a
     benchmark of shapes would then measure that unevenness. The answers mean nothing."""
 
-    def __init__(self, moe: MoeConfig, hidden_size: int, storage: Storage, turn: int) -> None:
+    def __init__(self, moe: MoeConfig, hidden_size: int, storage: Storage, forms: Forms, turn: int) -> None:
         """``turn``: number of this rank among those that bring other tokens to the same experts; each goes on where
         the one before it stopped."""
-        super().__init__(moe, hidden_size, storage)
+        super().__init__(moe, hidden_size, storage, forms)
         self.turn = turn
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

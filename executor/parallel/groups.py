@@ -26,22 +26,20 @@ class Group:
     """``size`` ranks that hold parts of one thing; this process is number ``rank`` of them.
 
     ``handle`` is None while planning (shapes and bytes of any rank need no processes); a collective then raises.
+    ``hccl_name`` is what a fused communication operator calls this group, where such operators use it: its HCCL
+    communicator, on a CPU its gloo group. A constant, as a compiled step cannot look it up.
     """
 
     name: str
     rank: int = 0
     size: int = 1
     handle: dist.ProcessGroup | None = None
+    hccl_name: str = ""
 
     def _connected(self) -> dist.ProcessGroup:
         if self.handle is None:
             raise RuntimeError(f"group {self.name} of size {self.size} is for planning: it has no processes behind it")
         return self.handle
-
-    @property
-    def hccl_name(self) -> str:
-        """What a fused communication operator calls this group: its HCCL communicator, on a CPU its gloo group."""
-        return npu.communicator_name(self._connected(), self.rank) if self.size > 1 else ""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; returns ``x``."""
@@ -144,9 +142,16 @@ def connected_groups(
                     timeout=timedelta(seconds=timeout_seconds),
                     pg_options=npu.group_options(purpose, buffers.get(purpose), alone=alone),
                 )
-    handles = {name: _communicators[key] for name, key in used[me].items()}
     planned = planned_groups(me, **sizes)
-    return Groups(**{name: replace(getattr(planned, name), handle=handles.get(name)) for name in NAMES})
+    return Groups(**{name: _connected(getattr(planned, name), used[me].get(name)) for name in NAMES})
+
+
+def _connected(group: Group, key: tuple[str, tuple[int, ...]] | None) -> Group:
+    if key is None:
+        return group
+    handle = _communicators[key]
+    fused = key[0] == npu.MC2
+    return replace(group, handle=handle, hccl_name=npu.communicator_name(handle, group.rank) if fused else "")
 
 
 def forget_communicators() -> None:

@@ -72,6 +72,13 @@ def detect() -> str | None:
     raise RuntimeError(f"unknown NPU {name!r}: set model_config.platform_version to a2, a3 or 950")
 
 
+def free_bytes() -> int:
+    """Memory of the current NPU that nobody has yet."""
+    import torch
+
+    return int(torch.npu.mem_get_info()[0])  # type: ignore[attr-defined]
+
+
 def purpose(group_name: str) -> str:
     """Which groups may share a communicator: those of one purpose. The MC2 kernels need one to themselves."""
     return MC2 if group_name == "moe_ep_mc2" else LAYERS

@@ -20,6 +20,7 @@ from executor.moe.ep_local import LocalExperts
 from executor.moe.ep_mc2 import DispatchCombine
 from executor.moe.experts import Experts
 from executor.moe.tp import TensorParallel
+from executor.ops.forms import forms
 from executor.parallel.groups import Group, connected_groups, planned_groups
 from executor.parallel.layout import Replicated
 from executor.storage import Storage
@@ -86,7 +87,7 @@ def naive(x, ids, weights):
 def made_experts(groups) -> Experts:
     moe = MoeConfig(num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=WIDTH, norm_topk_prob=True)
     storage = Storage(torch.float64, torch.device("cpu"), out_in_order=True)
-    experts = Experts(moe, HIDDEN, groups.moe_tp, groups.moe_ep, storage)
+    experts = Experts(moe, HIDDEN, groups.moe_tp, groups.moe_ep, storage, forms())
     gate, up, down = weights_of_experts()
     columns, mine = slice(experts.columns.start, experts.columns.stop), slice(experts.mine.start, experts.mine.stop)
     experts.w13.data.copy_(torch.cat((gate[mine, :, columns], up[mine, :, columns]), -1))
@@ -106,9 +107,9 @@ def made(name, groups, mine):
         case "ep_double_routing":
             return DoubleRouting(EXPERTS, mine, ep, Replicated(Group("moe_tp")))
         case "ep_mc2":
-            return DispatchCombine(EXPERTS, mine, groups.moe_ep_mc2)
+            return DispatchCombine(EXPERTS, groups.moe_ep_mc2)
         case "ep_mc2, weights sent too":
-            return DispatchCombine(EXPERTS, mine, groups.moe_ep_mc2, send_weights=True)
+            return DispatchCombine(EXPERTS, groups.moe_ep_mc2, send_weights=True)
 
 
 def batch_of(tokens, active):
