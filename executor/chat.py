@@ -38,7 +38,11 @@ def converse(session: Session, console: Console) -> None:
         except UserError as error:
             console.print(f"error: {error}", style="red", soft_wrap=True)
             continue
-        answers, _ = session.answer(runner, requests, _write)
+        try:
+            answers, _ = session.answer(runner, requests, _write)
+        except BaseException:
+            _write(0, "", True)  # what is said about it begins a line of its own
+            raise
         turns += 1
         history = [*messages, {"role": "assistant", "content": answers[0].text}]
 

@@ -4,8 +4,10 @@
 import dataclasses
 import io
 import os
+import signal
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -20,10 +22,11 @@ from executor.generation import Answer
 from executor.launch import run_ranks
 from executor.model_runner import plan_run
 from executor.parallel import world
+from executor.parallel.machines import LAUNCHER, this_machine
 from executor.profiling import profiled
 from executor.prompts import Prompt, read_prompts
-from executor.report import print_plan, print_summary, summarize, write_json
-from executor.session import Session, output_path
+from executor.report import print_plan, print_summary, records, summarize, write_json
+from executor.session import Session, output_path, results_folder
 from executor.text import IdCodec
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -31,6 +34,7 @@ out = Console(highlight=False, markup=False)
 err = Console(stderr=True, highlight=False, markup=False)
 USAGE = "infer|eval RECIPE [--prompt TEXT] [--file FILE] [--set section.key=value] ..., see --help"
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+NO_READER = 141  # 128 + SIGPIPE: who read the output is gone, as with `| head`
 
 ConfigArgument = Annotated[Path, typer.Argument(help="recipe, one of configs/*.yaml")]
 SetOption = Annotated[
@@ -46,6 +50,7 @@ class OrderedPrinter:
         self.pending = ["" for _ in prompts]
         self.done: set[int] = set()
         self.current = 0
+        self.line_is_open = False
 
     def __call__(self, number: int, text: str, done: bool) -> None:
         self.pending[number] += text
@@ -65,10 +70,26 @@ class OrderedPrinter:
             prompt = self.prompts[self.current]
             self._write(f"> {prompt.text if prompt.messages is None else prompt.messages[-1]['content']}\n")
 
-    @staticmethod
-    def _write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+    def end_line(self) -> None:
+        """What is printed after an answer that broke off begins a line of its own."""
+        if self.line_is_open:
+            self._write("\n")
+
+    def end_line_if_terminated(self) -> None:
+        """The launcher ends ranks by SIGTERM, and then prints why. Raising an error here could hide behind another."""
+
+        def end(number: int, frame: object) -> None:
+            if self.line_is_open:
+                os.write(sys.stdout.fileno(), b"\n")  # the stream itself may be in the middle of something
+            os._exit(128 + number)
+
+        signal.signal(signal.SIGTERM, end)
+
+    def _write(self, text: str) -> None:
+        if text:
+            self.line_is_open = not text.endswith("\n")
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
 
 def _prompts(session: Session, prompt: list[str] | None, file: Path | None) -> list[Prompt]:
@@ -90,51 +111,43 @@ def _prompts(session: Session, prompt: list[str] | None, file: Path | None) -> l
 
 
 def _answer(session: Session, prompts: list[Prompt], stream: bool) -> tuple[list[Answer], dict]:
-    """Load, answer, and put the figures together."""
-    requests = session.requests(prompts)
-    runner, load = session.load(err)
-    for line in session.advice():  # once nothing can be refused any more, so that an error is the only line
-        err.print(f"note: {line}", style="yellow", soft_wrap=True)
+    """Load, answer, and put the figures together. Of several ranks the first one speaks."""
+    requests, speaks = session.requests(prompts), world.has_terminal()
+    runner, load = session.load(err, requests)
     printer = OrderedPrinter(prompts)
-    if stream:
-        printer.announce()
-    with profiled(session.plan.run):
-        on_text = printer if stream else lambda number, text, done: None
-        answers, tally = session.answer(runner, requests, on_text)
+    on_text = printer if stream and speaks else lambda number, text, done: None
+    if speaks:
+        for line in session.advice():  # once nothing can be refused any more, so that an error is the only line
+            err.print(f"note: {line}", style="yellow", soft_wrap=True)
+    try:
+        if stream and speaks:
+            if LAUNCHER in os.environ:
+                printer.end_line_if_terminated()
+            printer.announce()
+        with profiled(session.plan.run) if speaks else nullcontext():
+            answers, tally = session.answer(runner, requests, on_text)
+    except BaseException:
+        printer.end_line()
+        raise
     return answers, summarize(session.plan, runner.device, load, answers, tally)
 
 
-def _started_ranks(session: Session, report: Path) -> bool:
+def _started_ranks(session: Session) -> bool:
     """Run this command as the recipe's ranks, if it has several and this process is not one of them yet."""
-    parallel = session.plan.run.parallel
-    if parallel.world_size == 1 or world.launched():
+    run = session.plan.run
+    if run.parallel.world_size == 1 or world.launched():
         return False
     code = run_ranks(
-        parallel.world_size,
+        run.parallel.world_size,
         [sys.executable, "-m", "executor", *sys.argv[1:]],
-        report.parent / "logs",
-        machine=world.this_machine(parallel.hosts, parallel.world_size),
+        output_path(run, "logs/rank1.log").parent,
+        machine=this_machine(run.parallel.hosts, run.parallel.world_size),
         device_type=session.plan.features.device_type,
-        timeout_seconds=parallel.timeout_seconds,
+        timeout_seconds=run.parallel.timeout_seconds,
     )
     if code:
         raise typer.Exit(code)
     return True
-
-
-def _records(prompts: list[Prompt], answers: list[Answer]) -> list[dict]:
-    """Per answer: what was asked and said, and when (seconds since generation started)."""
-    return [
-        {
-            "prompt": p.text or list(p.messages or ()),
-            "stop_reason": a.stop_reason,
-            "text": a.text,
-            "ids": a.output,
-            "started": a.started,
-            "token_times": a.token_times,
-        }
-        for p, a in zip(prompts, answers)
-    ]
 
 
 @app.command()
@@ -157,18 +170,20 @@ def infer(
             raise UserError("--chat reads its prompts from the terminal; leave --prompt and --file out")
         if run.parallel.world_size > 1:
             raise UserError("--chat on several ranks is not built yet; set parallel_config.world_size=1")
-        with profiled(run):
+        with results_folder(run, config), profiled(run):
             converse(session, err)
         return
-    prompts, path = _prompts(session, prompt, file), output_path(run, "report.json")
-    if _started_ranks(session, path):
-        return
-    answers, figures = _answer(session, prompts, stream=True)
-    if world.rank() > 0:
-        return
-    print_summary(out, figures)
-    write_json(path, {"figures": figures, "config": run.to_mapping(), "answers": _records(prompts, answers)})
-    out.print(f"report: {path}", soft_wrap=True)
+    prompts = _prompts(session, prompt, file)
+    with results_folder(run, config):
+        path = output_path(run, "report.json")
+        if _started_ranks(session):
+            return
+        answers, figures = _answer(session, prompts, stream=True)
+        if not world.has_terminal():
+            return
+        print_summary(out, figures)
+        write_json(path, {"figures": figures, "config": run.to_mapping(), "answers": records(prompts, answers)})
+        out.print(f"report: {path}", soft_wrap=True)
 
 
 @app.command(name="eval")
@@ -182,27 +197,30 @@ def evaluate(
     """Score exact answers on held-out questions."""
     run = RunConfig.load(config, overrides or ())
     session = Session.open(run)
-    prompts, path = read_prompts(file)[:limit], output_path(run, "eval.json")
+    prompts = read_prompts(file)[:limit]
     if any(p.answer is None for p in prompts):
         raise UserError(f"{file}: eval needs an `answer` in every line")
-    if _started_ranks(session, path):
-        return
-    answers, figures = _answer(session, prompts, stream=False)
-    if world.rank() > 0:
-        return
-    result = score([p.answer or "" for p in prompts], [final_answer(a.text) for a in answers])
-    for index in result.wrong[:10]:
-        said = prompts[index].text
-        out.print(f"wrong: {said!r} -> {answers[index].text!r}, expected {prompts[index].answer!r}", soft_wrap=True)
-    print_summary(out, figures)
-    out.print(f"exact: {result.exact} of {result.total} = {result.share:.1%}")
-    content = {"score": dataclasses.asdict(result), "figures": figures, "config": run.to_mapping()}
-    write_json(path, {**content, "answers": _records(prompts, answers)})
-    out.print(f"report: {path}", soft_wrap=True)
+    with results_folder(run, config):
+        path = output_path(run, "eval.json")
+        if _started_ranks(session):
+            return
+        answers, figures = _answer(session, prompts, stream=False)
+        if not world.has_terminal():
+            return
+        result = score([p.answer or "" for p in prompts], [final_answer(a.text) for a in answers])
+        for index in result.wrong[:10]:
+            said, wanted = prompts[index].text, prompts[index].answer
+            out.print(f"wrong: {said!r} -> {answers[index].text!r}, expected {wanted!r}", soft_wrap=True)
+        print_summary(out, figures)
+        out.print(f"exact: {result.exact} of {result.total} = {result.share:.1%}")
+        content = {"score": dataclasses.asdict(result), "figures": figures, "config": run.to_mapping()}
+        write_json(path, {**content, "answers": records(prompts, answers)})
+        out.print(f"report: {path}", soft_wrap=True)
 
 
 def main() -> int:
-    """Run a command. Exit codes: 0 done, 2 something the user can mend, 75 another rank was lost, 130 interrupted."""
+    """Run a command. Exit codes: 0 done, 2 something the user can mend, 75 another rank was lost, 130 interrupted,
+    141 nobody reads the output any more."""
     world.die_with_launcher()
     _open_streams()
     try:
@@ -211,6 +229,8 @@ def main() -> int:
         return _complain(error)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    except SystemExit:  # so typer answers a BrokenPipeError, and nothing else here
+        os._exit(NO_READER)  # without flushing: there is nobody to say more to
     except OSError as error:  # a full disk, a directory that vanished
         return _complain(f"{error.filename or 'writing'}: {error.strerror or error}")
     except Exception as error:
@@ -227,9 +247,11 @@ def main() -> int:
             raise
         traceback.print_exception(error)
         return _end(1)
-    world.leave()
     if code == INTERRUPTED:
-        print("interrupted", file=sys.stderr)
+        if LAUNCHER not in os.environ:  # else that one says it
+            print("interrupted", file=sys.stderr)
+        return _end(code)
+    world.leave()
     return code
 
 

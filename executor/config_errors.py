@@ -92,7 +92,8 @@ def _describe(error: Mapping[str, Any], root: type[BaseModel]) -> str:
     section, field = _find(root, loc)
     if error["type"] in _UNKNOWN:
         path = ".".join(str(part) for part in loc)  # YAML allows 7 as a key, so no brackets here
-        return f"unknown key `{_printable(path)}`; {_suggest(str(loc[-1]), section, root)}"
+        word = str(loc[-1])
+        return f"unknown key `{_printable(path)}`; {_follows(word, section) or _suggest(word, section, root)}"
     if field is None:
         return f"the config must be a mapping of sections: {', '.join(keys(root))}"
     if error["type"] == "missing":
@@ -118,6 +119,15 @@ def _dotted(loc: tuple[int | str, ...]) -> str:
 def _printable(text: str) -> str:
     """Escapes line breaks, of which Unicode has several, control characters and lone surrogates."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _follows(word: str, section: type[BaseModel]) -> str | None:
+    """For what is no key of a section because it follows from its keys: a property, whose docstring says how."""
+    found = vars(section).get(word)
+    if not isinstance(found, property):
+        return None
+    how = " ".join((found.__doc__ or "").split()).partition(".")[0]
+    return f"it follows from other keys ({how}); leave it out"
 
 
 def _suggest(word: str, section: type[BaseModel], root: type[BaseModel]) -> str:

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section of a recipe that says how a model is split over ranks, and how ranks meet."""
 
+import re
 from typing import Literal, Self
 
 from pydantic import model_validator
 
+from executor.config_errors import show
 from executor.config_section import LARGEST, Section, TextList, key
 from executor.errors import UserError
 from executor.moe.strategy import StrategyName
+
+HOST = re.compile(
+    r"[\w.-]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%[\w.-]+)?"
+)  # a name, IPv4; IPv6 has two colons
 
 
 class ParallelSection(Section):
@@ -34,7 +40,7 @@ class ParallelSection(Section):
 
     @property
     def attn_dp_size(self) -> int:
-        """Groups of ``attn_tp_size`` ranks that each serve their own sequences."""
+        """world_size / attn_tp_size: groups of ranks that each serve their own sequences."""
         return self.world_size // self.attn_tp_size
 
     @property
@@ -56,6 +62,15 @@ class ParallelSection(Section):
                 "parallel_config.sequence_parallel_prefill=true splits tokens over attn_tp_size=1 ranks, which is no "
                 "split; raise attn_tp_size or set it to false"
             )
+        for host in self.hosts:
+            if not HOST.fullmatch(host):
+                hint = "; the port is MASTER_PORT in the environment" if re.fullmatch(r"[^:]+:\d+", host) else ""
+                raise UserError(
+                    f"parallel_config.hosts={show(host)}: expected an address or the name of a machine{hint}"
+                )
+        twice = [host for host in self.hosts if self.hosts.count(host) > 1]
+        if twice:
+            raise UserError(f"parallel_config.hosts lists {twice[0]} more than once; list each machine once")
         if self.hosts and self.world_size % len(self.hosts):
             hosts = f"parallel_config.hosts has {len(self.hosts)} entries"
             raise UserError(f"{hosts}, which does not divide {world}; machines run equally many ranks")

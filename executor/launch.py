@@ -23,7 +23,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from executor.errors import UserError
-from executor.parallel.world import LAUNCHER, ONLY_MACHINE, PATIENCE_SECONDS, PEER_LOST, Machine, PeerLost
+from executor.parallel.machines import LAUNCHER, ONLY_MACHINE, Machine
+from executor.parallel.world import PATIENCE_SECONDS, PEER_LOST, PeerLost
 from executor.platform import npu
 
 GRACE_SECONDS = 5.0  # between asking the ranks to end and ending them
@@ -53,17 +54,19 @@ def run_ranks(
         UserError: a rank was killed, another than rank 0 failed, or another machine did; the message says why.
             PeerLost: all that is known is that ranks lost another. KeyboardInterrupt: Ctrl-C. No rank is left.
     """
-    log_folder.mkdir(parents=True, exist_ok=True)
     share = size // machine.count
     numbers = range(machine.rank * share, (machine.rank + 1) * share)
+    _prepare(log_folder, size, machine)
+    own = f"ranks {numbers[0]} to {numbers[-1]}" if share > 1 else f"rank {numbers[0]}"
+    what = f"starting {own} of {size}, logs in {log_folder}"
     if machine.count > 1:  # what is missing if nothing more comes
-        meets = f"meets {machine.count - 1} more at {machine.address}:{machine.port}"
-        print(f"machine {machine.rank} {meets}; ranks {numbers[0]} to {numbers[-1]}, {log_folder}", file=sys.stderr)
+        others = f"{machine.count - 1} other{'s' * (machine.count > 2)}"
+        what += f"; machine {machine.rank} meets {others} at {machine.address}:{machine.port}"
+    print(what, file=sys.stderr, flush=True)
     store = _open_store(machine, timeout_seconds)
     with ExitStack() as stack:
         environment = {
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // share)),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # what its warnings warn of ends in an error of ours
             **({"GLOO_SOCKET_IFNAME": "lo"} if machine.count == 1 and sys.platform == "linux" else {}),
             **(npu.launch_environment(stack, machine.count, timeout_seconds) if device_type == "npu" else {}),
             **os.environ,
@@ -82,6 +85,7 @@ def run_ranks(
             if failure is not None and failure.rank is not None:
                 job.tell_machines(failure.text)
         except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is being done; another one would leave ranks behind
             job.tell_machines("interrupted")
             raise
         finally:
@@ -95,12 +99,25 @@ def run_ranks(
     raise kind(f"{failure.text}; the other ranks were ended{log}")
 
 
+def _prepare(log_folder: Path, size: int, machine: Machine) -> None:
+    """Make the folder, and remove what an earlier job left in it that nobody is going to overwrite. Machines may share
+    the folder, so a log of another machine's rank stays: it may be of this job."""
+    log_folder.mkdir(parents=True, exist_ok=True)
+    for path in log_folder.glob("rank*.log"):
+        number = path.stem.removeprefix("rank")
+        if machine.count == 1 or (number.isdigit() and int(number) >= size):
+            path.unlink()
+
+
 def _open_store(machine: Machine, timeout_seconds: float) -> dist.TCPStore:
     place = f"MASTER_ADDR={machine.address}, MASTER_PORT={machine.port}"
     deadline = time.monotonic() + timeout_seconds
-    while machine.rank and not _listens(machine):
+    while (problem := _unreachable(machine)) is not None:
+        if machine.rank == 0:
+            raise UserError(f"{place}: {problem}; give an address or a name of this machine, which has NODE_RANK=0")
         if time.monotonic() > deadline:
-            raise PeerLost(f"{place}: no answer within {timeout_seconds:g} s; start machine 0, or check the address")
+            hint = "start machine 0, or check the address"
+            raise PeerLost(f"{place}: no answer within {timeout_seconds:g} s ({problem}); {hint}")
         time.sleep(0.5)
     limit, first = timedelta(seconds=timeout_seconds), machine.rank == 0
     try:
@@ -113,10 +130,16 @@ def _open_store(machine: Machine, timeout_seconds: float) -> dist.TCPStore:
         raise PeerLost(f"{place}: {str(error).splitlines()[0]}") from error
 
 
-def _listens(machine: Machine) -> bool:
-    with suppress(OSError), socket.create_connection((machine.address, machine.port), timeout=5):
-        return True
-    return False
+def _unreachable(machine: Machine) -> str | None:
+    """Why the store cannot be reached now, or None. Machine 0 is asked for the name only: it opens the store itself."""
+    try:
+        if machine.rank == 0:
+            socket.getaddrinfo(machine.address, machine.port)
+        else:
+            socket.create_connection((machine.address, machine.port), timeout=5).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,29 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from executor.batch import PHASES
 from executor.decisions import shape
 from executor.engine import Tally
 from executor.generation import Answer
 from executor.plan import Plan
 from executor.platform.features import GIB
+from executor.prompts import Prompt
 from executor.weights import LoadReport
+
+
+def records(prompts: list[Prompt], answers: list[Answer]) -> list[dict[str, Any]]:
+    """Per answer: what was asked and said, and when (seconds since generation started)."""
+    return [
+        {
+            "prompt": p.text or list(p.messages or ()),
+            "stop_reason": a.stop_reason,
+            "text": a.text,
+            "ids": a.output,
+            "started": a.started,
+            "token_times": a.token_times,
+        }
+        for p, a in zip(prompts, answers)
+    ]
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -64,6 +81,10 @@ def summarize(
         "torch": torch.__version__,
         "host": platform.machine(),
         "threads": torch.get_num_threads(),
+        "ranks": plan.run.parallel.world_size,
+        "groups": {name: size for name, size in plan.blueprint.groups.sizes().items() if size > 1},
+        "tokens": {phase: "sharded" if phase in plan.blueprint.sharded else "replicated" for phase in PHASES},
+        "moe_strategies": dict(plan.blueprint.moe_strategies),
         "mode": plan.run.model.exe_mode,
         "dtype": str(plan.blueprint.storage.dtype).removeprefix("torch."),
         "requests": len(answers),
@@ -105,6 +126,9 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
     rows = {
         "model": f"{figures['shape']} ({figures['model_path']})",
         "mode, dtype": f"{figures['mode']}, {figures['dtype']}, {figures['threads']} threads",
+        "layout": f"{figures['ranks']} ranks: " + ", ".join(f"{name} {n}" for name, n in figures["groups"].items()),
+        "tokens between layers": ", ".join(f"{how} in {phase}" for phase, how in figures["tokens"].items()),
+        "MoE strategy": ", ".join(f"{name} in {phase}" for phase, name in figures["moe_strategies"].items()),
         "requests": f"{figures['requests']}",
         "tokens": f"{figures['prompt_tokens']} prompt, {figures['output_tokens']} output",
         "stopped by": ", ".join(f"{reason} {count}" for reason, count in figures["stop_reasons"].items()),
@@ -120,10 +144,15 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
         "memory": f"process peak {figures['peak_memory_bytes'] / GIB:.2f} GiB with Python and torch, "
         f"planned {figures['planned_memory_bytes'] / GIB:.2f} GiB",
     }
-    if not figures["agreements"]:
-        del rows["agreed on"]
+    without_meaning = {
+        "layout": figures["ranks"] == 1,
+        "tokens between layers": figures["ranks"] == 1,
+        "MoE strategy": not figures["moe_strategies"],
+        "agreed on": not figures["agreements"],
+    }
     for name, value in rows.items():
-        table.add_row(name, value)
+        if not without_meaning.get(name):
+            table.add_row(name, value)
     console.print(table)
 
 

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from config to loaded runner, and from prompts to requests: what every command needs."""
+"""A run from config to loaded runner, from prompts to requests, and to a folder of results: what commands need."""
 
 import dataclasses
+import hashlib
+import itertools
+import json
 import os
-from collections.abc import Iterable
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
@@ -26,6 +32,7 @@ from executor.text import IdCodec, TextCodec
 from executor.weights import LoadReport
 
 DEFAULT_PROMPT_TOKENS = 128  # of a random prompt, unless data_config.input_truncated_len says otherwise
+RESULTS = "EXECUTOR_RESULTS"  # in the environment of a job, so of its ranks: the folder that it has for itself
 
 
 @dataclass
@@ -125,10 +132,14 @@ class Session:
             on_text=on_text,
         )
 
-    def load(self, console: Console) -> tuple[ModelRunner, LoadReport]:
-        """Build the model and fill it. Rank 0 shows a progress bar on ``console``, other ranks print every tenth part.
+    def load(self, console: Console, requests: Iterable[Request] = ()) -> tuple[ModelRunner, LoadReport]:
+        """Build the model and fill it. Rank 0 shows a progress bar on ``console``; a rank with a log of its own prints
+        every tenth part.
 
+        Args:
+            requests: what is going to be answered, if that is known: all ranks have to be given the same.
         Raises:
+            UserError: another rank was given other requests.
             PeerLost: another rank needed ``parallel_config.timeout_seconds`` longer than this one.
         """
         parallel, printed = self.plan.run.parallel, 0
@@ -136,33 +147,88 @@ class Session:
         def on_bytes(done: int, total: int) -> None:
             nonlocal printed
             progress.update(task, completed=done, total=total)
-            if world.rank() > 0 and 10 * done // max(total, 1) > printed:
+            if world.has_log() and 10 * done // max(total, 1) > printed:
                 printed = 10 * done // max(total, 1)
                 console.print(f"loading: {10 * printed} % of {total} bytes", soft_wrap=True)
 
         runner = self.runner_kind(self.plan)
+        _require_same_requests(requests)
         columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
         # where it cannot be drawn, all it would leave is an empty line
-        with Progress(*columns, console=console, transient=True, disable=not console.is_interactive) as progress:
+        drawn = console.is_interactive and world.has_terminal()
+        with Progress(*columns, console=console, transient=True, disable=not drawn) as progress:
             task = progress.add_task("loading", total=None)
             report = runner.load_weights(on_bytes)
         if parallel.world_size > 1:  # a step would wait as well, but not say for whom
             world.arrive("load", parallel.timeout_seconds)
         report.warm_up_seconds = runner.warm_up()
         report.bytes_of_ranks = [int(n) for n in world.collect(str(report.bytes_read), world.everyone())]
-        for warning in report.warnings:
-            console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
+        if world.has_terminal() or world.has_log():
+            for warning in report.warnings:
+                console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
         return runner, report
 
 
+def _require_same_requests(requests: Iterable[Request]) -> None:
+    """Machines could be given different prompts, or different tokenizers: their ranks would work on different steps,
+    and end in the middle of a collective."""
+    mine = [_digest(request) for request in requests]
+    given = [json.loads(text) for text in world.collect(json.dumps(mine), world.everyone())]
+    for rank, theirs in enumerate(given):
+        for number, pair in enumerate(itertools.zip_longest(given[0], theirs), start=1):
+            if pair[0] != pair[1]:
+                raise UserError(
+                    f"prompt {number} differs between rank 0, which has {len(given[0])}, and rank {rank}, which has "
+                    f"{len(theirs)}; give all machines the same prompts, tokenizer and generation_config.json"
+                )
+
+
+def _digest(request: Request) -> str:
+    fields = dataclasses.asdict(request) | {"eos_ids": sorted(request.eos_ids)}
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+@contextmanager
+def results_folder(run: RunConfig, recipe: Path) -> Iterator[Path]:
+    """``<output_config.dir>/<recipe without .yaml>``, for this job alone as long as it runs: while another job of this
+    host has it, the first of ``-2``, ``-3`` and so on behind that name. Nothing is created yet.
+
+    The claim is an abstract socket, which the kernel forgets with its process, however that ends. It is made by the
+    launcher, whose ranks find the folder in their environment; under torchrun by rank 0, which alone writes results.
+    """
+    if RESULTS in os.environ:
+        yield Path(os.environ[RESULTS])
+        return
+    with ExitStack() as held:
+        folder = _claim(held, run, recipe) if world.has_terminal() else run.output.path / recipe.stem
+        os.environ[RESULTS] = str(folder)
+        held.callback(os.environ.pop, RESULTS)
+        yield folder
+
+
+def _claim(held: ExitStack, run: RunConfig, recipe: Path) -> Path:
+    for number in range(1, 100):
+        folder = run.output.path / (recipe.stem if number == 1 else f"{recipe.stem}-{number}")
+        key = hashlib.sha256(os.fsencode(os.path.realpath(folder))).hexdigest()
+        claim = held.enter_context(socket.socket(socket.AF_UNIX))
+        with suppress(OSError):  # taken
+            claim.bind(f"\0qwen3-recipes-results-{key}")
+            return folder
+    raise UserError(f"output_config.dir={run.output.dir}: 99 jobs are writing there; name another directory")
+
+
 def output_path(run: RunConfig, name: str) -> Path:
-    """``<output_config.dir>/<model_name>/<name>``. Raises UserError if it could not be written, so that a run does
-    not end in that surprise; nothing is created yet."""
-    path = run.output.path / run.model.model_name / name
+    """``name`` in the folder of results. Raises UserError if it could not be written, so that a run does not end in
+    that surprise. That is tried, since permissions do not tell all, but nothing is left behind.
+
+    To be called inside ``results_folder``.
+    """
+    path = Path(os.environ[RESULTS]) / name
     try:
         nearest = next(parent for parent in path.parents if parent.exists())
-        writable = nearest.is_dir() and os.access(nearest, os.W_OK) and not path.is_dir()
-    except OSError:  # a name that is too long, a parent that may not be looked into
+        with TemporaryDirectory(dir=nearest):
+            writable = not path.is_dir()
+    except OSError:  # a file in the way, a name that is too long, a parent that may not be looked into, /proc
         writable = False
     if not writable:
         raise UserError(f"output_config.dir={run.output.dir}: {path} cannot be written; name a writable directory")

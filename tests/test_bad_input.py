@@ -159,8 +159,11 @@ def test_recipe_is_a_directory(line):
         ("scheduler_config.max_new_tokens=48", ("max_new_tokens=48", "max_seq_len=48", "counts prompt and answer")),
         ("scheduler_config.max_prefill_tokens=2", ("max_prefill_tokens=2 must exceed the batch of 2",)),
         ("scheduler_config.max_seq_len=2000", ("max_seq_len=2000 exceeds the model's context of 1024", "rope_scaling")),
-        ("model_config.exe_mode=inductor", ("model_config.exe_mode=inductor", "not built yet", "eager")),
         ("sampling_config.stop=['']", ("sampling_config.stop", "non-empty")),
+        ("parallel_config.attn_dp_size=2", ("unknown key `parallel_config.attn_dp_size`", "world_size / attn_tp_size")),
+        ("parallel_config.hosts=[a, b, a]", ("parallel_config.hosts lists a more than once", "each machine once")),
+        ("parallel_config.hosts=['10.0.0.1:29500']", ('parallel_config.hosts="10.0.0.1:29500"', "MASTER_PORT")),
+        ("parallel_config.hosts=['a b']", ('parallel_config.hosts="a b"', "an address or the name of a machine")),
     ],
 )
 def test_overrides(line, override, words):
@@ -339,7 +342,7 @@ def test_longest_prompt_yields_one_token(line):
     line.checkpoint()
     code, _, err = line.main("--prompt", "7" * (MAX_SEQ_LEN - 1))
     assert (code, err) == (0, "")
-    report = json.loads((line.output / "case" / "report.json").read_text())
+    report = json.loads((line.output / "recipe" / "report.json").read_text())
     assert [len(answer["ids"]) for answer in report["answers"]] == [1]
     assert report["answers"][0]["stop_reason"] == "context"
     assert report["figures"]["prompt_tokens"] == MAX_SEQ_LEN - 1
@@ -438,6 +441,25 @@ def test_output_directory_is_a_file(line, inside):
     line.monkeypatch.setattr("executor.session.Session.load", lambda *_: pytest.fail("the model was built"))
     line.refuse(words=("output_config.dir=", "cannot be written", "name a writable directory"))
     assert blocker.read_text() == "mine"
+
+
+def test_output_directory_that_even_root_cannot_make(line):
+    """/proc says that root may write to it."""
+    line.checkpoint()
+    line.recipe["output_config"]["dir"] = "/proc/x"
+    line.refuse(words=("output_config.dir=/proc/x", "cannot be written", "name a writable directory"))
+
+
+def test_logs_is_a_file(line):
+    """Said before a rank is started."""
+    line.checkpoint()
+    line.recipe["parallel_config"] = {"world_size": 2, "attn_tp_size": 2, "moe_tp_size": 2}
+    blocker = line.folder / "results/recipe/logs"
+    blocker.parent.mkdir(parents=True)
+    blocker.write_text("mine")
+    line.recipe["output_config"]["dir"] = str(line.folder / "results")
+    line.refuse(words=(f"output_config.dir={line.folder / 'results'}", f"{blocker}", "name a writable directory"))
+    assert [path.name for path in blocker.parent.iterdir()] == ["logs"]
 
 
 def test_eval_needs_answers(line):

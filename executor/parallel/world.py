@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machines and processes of a run: how one finds its number, joins the others, agrees with them, and learns that
-one is lost.
+"""The ranks of a run: how one finds its number, meets the others, agrees with them, and learns that one is lost.
 
 Two things connect the ranks. Collectives, which go over gloo for tensors on the host and over HCCL for tensors on an
 NPU, whatever group they are called on. And a store, a table of keys that the launcher of the first machine keeps. It
@@ -11,13 +10,10 @@ import ctypes
 import os
 import re
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Collection
 from datetime import timedelta
 
 import torch
@@ -25,13 +21,12 @@ import torch.distributed as dist
 
 from executor.errors import UserError
 from executor.parallel.groups import Group, forget_communicators
+from executor.parallel.machines import LAUNCHER, integer
 
-LAUNCHER = "EXECUTOR_LAUNCHER_PID"  # in a rank's environment: the process that started it
 PEER_LOST = 75  # exit code of a rank that lost another; EX_TEMPFAIL of sysexits.h: it may work if tried again
 PATIENCE_SECONDS = 600  # for another rank, unless parallel_config.timeout_seconds says otherwise
 ROLL_CALL_SECONDS = 10  # for ranks that live: all of them wait for the one that is lost, so they notice together
 POLL_SECONDS = 0.05
-DEFAULT_PORT = 29500  # of the store, with several machines; torchrun's default too
 # What the two libraries and their error codes (EI0002: no notify from a remote rank) look like in a message.
 COLLECTIVE = re.compile(r"gloo|hccl|\bE[IJ]\d{4}\b", re.IGNORECASE)
 
@@ -44,82 +39,9 @@ class PeerLost(UserError):
     that the cause is elsewhere."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """This machine among the ``count`` of a run. The store is at ``address`` and ``port``; 0 is any free port."""
-
-    rank: int = 0
-    count: int = 1
-    address: str = "127.0.0.1"
-    port: int = 0
-
-
-ONLY_MACHINE = Machine()
-
-
-def this_machine(hosts: Sequence[str], world_size: int, variables: Mapping[str, str] = os.environ) -> Machine:
-    """Find this machine by NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT in ``variables``, or else by looking which
-    entry of ``hosts`` (parallel_config.hosts) is an address or a name of it.
-
-    Raises:
-        UserError: a variable is missing or wrong, or no entry of ``hosts``, or more than one, is this machine.
-    """
-    count = _integer(variables, "NNODES", 1, 65536) or len(hosts) or 1
-    if hosts and count != len(hosts):
-        raise UserError(f"NNODES={count}, but parallel_config.hosts has {len(hosts)} entries; leave one of the two out")
-    if world_size % count:
-        raise UserError(f"NNODES={count} does not divide parallel_config.world_size={world_size}, as it has to")
-    rank = _integer(variables, "NODE_RANK", 0, count - 1)
-    if rank is None and hosts:
-        rank = _position(hosts)
-    if count == 1:
-        return Machine(port=_integer(variables, "MASTER_PORT", 1, 65535) or 0)
-    address = variables.get("MASTER_ADDR") or (hosts[0] if hosts else "")
-    if rank is None or not address:
-        raise UserError(
-            f"NNODES={count} needs {'NODE_RANK' if rank is None else 'MASTER_ADDR'} in the environment: NODE_RANK is "
-            f"0 to {count - 1}, another on each machine, MASTER_ADDR the address of the machine with 0"
-        )
-    port = _integer(variables, "MASTER_PORT", 1, 65535) or DEFAULT_PORT
-    return Machine(rank=rank, count=count, address=address, port=port)
-
-
-def _integer(variables: Mapping[str, str], name: str, low: int, high: int) -> int | None:
-    text = variables.get(name, "").strip()
-    if not text:
-        return None
-    if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
-        hint = "; NNODES is how many machines there are" if name == "NODE_RANK" else ""
-        raise UserError(f"{name}={text} in the environment: expected an integer from {low} to {high}{hint}")
-    return int(text)
-
-
-def _position(hosts: Sequence[str]) -> int:
-    found = [number for number, host in enumerate(hosts) if _is_here(host)]
-    if len(found) != 1:
-        what = f"entries {found} are all" if found else "no entry is"
-        raise UserError(
-            f"parallel_config.hosts={list(hosts)}: {what} this machine ({socket.gethostname()}); list one address or "
-            "resolvable name per machine, or set NODE_RANK in the environment"
-        )
-    return found[0]
-
-
-def _is_here(host: str) -> bool:
-    """Whether ``host`` names this machine: only a local address can be bound to."""
-    if host == socket.gethostname():
-        return True
-    with suppress(OSError):  # a name that does not resolve
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-    return False
-
-
 def rank() -> int:
     """This process's number among those that were started together; 0 when it was started alone."""
-    return _integer(os.environ, "RANK", 0, 65535) or 0
+    return integer(os.environ, "RANK", 0, 65535) or 0
 
 
 def launched() -> bool:
@@ -127,10 +49,20 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def has_terminal() -> bool:
+    """Whether this process prints answers, figures and notes: of several ranks the first one does."""
+    return rank() == 0
+
+
+def has_log() -> bool:
+    """Whether what this rank prints goes to a file of its own, as our launcher arranges for all but the first."""
+    return LAUNCHER in os.environ and rank() > 0
+
+
 def started_ranks() -> int:
     """How many processes were started together. Raises UserError if this one's number is not among them."""
-    size = _integer(os.environ, "WORLD_SIZE", 1, 65536) or 1
-    _integer(os.environ, "RANK", 0, size - 1)
+    size = integer(os.environ, "WORLD_SIZE", 1, 65536) or 1
+    integer(os.environ, "RANK", 0, size - 1)
     return size
 
 
@@ -156,7 +88,7 @@ def join(device_type: str, timeout_seconds: float = PATIENCE_SECONDS) -> None:
     if dist.is_initialized():
         return
     limit, size = timedelta(seconds=timeout_seconds), started_ranks()
-    address, port = os.environ.get("MASTER_ADDR"), _integer(os.environ, "MASTER_PORT", 1, 65535)
+    address, port = os.environ.get("MASTER_ADDR"), integer(os.environ, "MASTER_PORT", 1, 65535)
     if address is None or port is None:
         missing = "MASTER_ADDR" if address is None else "MASTER_PORT"
         raise UserError(f"{missing} is not in the environment; start the ranks with scripts/infer.sh or torchrun")
@@ -192,7 +124,7 @@ def arrive(what: str, timeout_seconds: float) -> None:
     if missing:
         raise PeerLost(
             f"{_named(missing)} did not {what} within parallel_config.timeout_seconds={timeout_seconds:g} after rank "
-            f"{rank()} did; a log there may say why, or raise that time"
+            f"{rank()} did; was the command started there? A log there may say why, or raise that time"
         )
 
 
@@ -229,9 +161,18 @@ def lost_peer(error: Exception) -> PeerLost | None:
     return PeerLost(f"{_named(missing)} did not take part in {where}: {what}{hint}")
 
 
-def _named(ranks: Iterable[int]) -> str:
-    numbers = [str(number) for number in ranks]
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
+def _named(ranks: Collection[int]) -> str:
+    """``ranks`` in words. A machine of which all are missing is called by its number: nobody may have started it."""
+    size = started_ranks()
+    share = integer(os.environ, "LOCAL_WORLD_SIZE", 1, size) or size
+    machines = [first // share for first in range(0, size, share) if set(range(first, first + share)) <= set(ranks)]
+    if share == size:
+        machines = []
+    words = [f"machine {machine} (NODE_RANK={machine})" for machine in machines]
+    others = [str(number) for number in ranks if number // share not in machines]
+    if others:
+        words.append(f"rank{'s' * (len(others) > 1)} {', '.join(others)}")
+    return " and ".join(words)
 
 
 def _first_sentence(error: Exception) -> str:

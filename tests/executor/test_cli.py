@@ -46,7 +46,7 @@ def command(folder, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         code = cli.main()
         captured = capsys.readouterr()
-        written = sorted((tmp_path / "output" / "case").glob("*"))
+        written = sorted((tmp_path / "output" / "recipe").glob("*"))
         reports = {path.name: json.loads(path.read_text()) for path in written}
         return code, captured.out, captured.err, reports
 
@@ -66,11 +66,21 @@ def test_answers_are_printed_one_after_the_other(answers, order):
     printer = cli.OrderedPrinter([Prompt(text=f"prompt {n}") for n in range(len(answers))])
     printed: list[str] = []
     printer._write = printed.append
+    printer.end_line()  # nothing is open yet
     printer.announce()
     for n in pieces:
         text = left[n].pop(0)
         printer(n, text, not left[n])
     assert "".join(printed) == "".join(f"> prompt {n}\n{''.join(answer)}\n" for n, answer in enumerate(answers))
+
+
+@pytest.mark.parametrize(("pieces", "end"), [(["a"], "a\n"), (["a", "b\n"], "ab\n"), (["a\n", "b"], "a\nb\n")])
+def test_an_answer_that_breaks_off_ends_its_line(capsys, pieces, end):
+    printer = cli.OrderedPrinter([Prompt(text="1")])
+    for piece in pieces:
+        printer(0, piece, False)
+    printer.end_line()
+    assert capsys.readouterr().out == end
 
 
 def weight_bytes(folder):
@@ -96,6 +106,10 @@ def test_infer_reports_what_it_printed(command, folder):
     assert figures["ttft"]["p50_ms"] <= figures["ttft"]["p99_ms"]
     assert figures["load_bytes"] == weight_bytes(folder)
     assert report["config"]["model_config"]["model_name"] == "case"
+    assert (figures["ranks"], figures["groups"]) == (1, {})
+    assert figures["moe_strategies"] == {"prefill": "tp", "decode": "tp"}
+    assert "tp in prefill, tp in decode" in out
+    assert "layout" not in out
     assert set(reports) == {"report.json"}
 
 

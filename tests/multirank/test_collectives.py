@@ -5,9 +5,15 @@ which groups, and how many elements a rank sends."""
 import re
 from fractions import Fraction
 
+import pytest
+
 from executor.batch import Span, build_batch
+from executor.config import RunConfig
 from executor.layers.decoder import DecoderLayer
+from executor.model_runner import plan_run
 from executor.moe import ep_mc2 as mc2
+from executor.ops import uncombined
+from executor.ops.reference.moe_distribute import ASSIST
 from executor.parallel.groups import Group
 from tests.models import checkpoints as ck
 from tests.multirank.ranks import run
@@ -47,6 +53,7 @@ class Spy:
 
     def __init__(self) -> None:
         self.where = "outside"
+        self.mc2 = ""
         self.calls: dict[str, list[str]] = {"attention": [], "feed-forward": [], "outside": []}
         self.elements: dict[str, Fraction] = dict.fromkeys(self.calls, Fraction(0))
         self.undo: list = []
@@ -87,27 +94,27 @@ class Spy:
         self.replace(Group, "reduce_scatter", collective("reduce_scatter", share))
         self.replace(Group, "all_to_all", collective("all_to_all", to_others))
 
-        def strategy(operation: str, pairs):
-            def wrapper(original):
-                def call(self_, *args, **kwargs):
-                    group = self_.ep
-                    self.note(operation, group.name, Fraction(pairs(self_, *args, **kwargs)))
-                    return original(self_, *args, **kwargs)
+        def dispatch(original):
+            def call(strategy, x, ids, weights, batch):
+                ep, self.mc2 = strategy.ep, strategy.ep.name
+                away = int((ids // (strategy.num_experts // ep.size) != ep.rank).sum())
+                self.note("dispatch", self.mc2, Fraction(away * x.shape[1]))
+                return original(strategy, x, ids, weights, batch)
 
-                return call
+            return call
 
-            return wrapper
+        def combine(original):
+            def call(rows, ids, weights, active, ranks, route):
+                """What goes back is what came from other ranks, as dispatch has written beside each row."""
+                arrived = int(route.counts[ranks.num_experts - 1])
+                source = route.assist.view(-1, ASSIST)[:arrived, 0]
+                self.note("combine", self.mc2, Fraction(int((source != ranks.rank).sum()) * rows.shape[1]))
+                return original(rows, ids, weights, active, ranks, route)
 
-        sent = {}
+            return call
 
-        def dispatched(strategy_, x, ids, weights, batch):
-            away = int((ids // (strategy_.num_experts // strategy_.ep.size) != strategy_.ep.rank).sum())
-            sent["elements"] = away * x.shape[1]
-            return sent["elements"]
-
-        self.replace(mc2.DispatchCombine, "dispatch", strategy("dispatch", dispatched))
-        # what comes back is what other ranks were sent, and the load is even
-        self.replace(mc2.DispatchCombine, "combine", strategy("combine", lambda *args, **kwargs: sent["elements"]))
+        self.replace(mc2.DispatchCombine, "dispatch", dispatch)
+        self.replace(uncombined, "distribute_combine", combine)
 
         def inside(part: str):
             def wrapper(original):
@@ -133,11 +140,16 @@ class Spy:
             setattr(owner, name, original)
 
 
+def model_of(row: dict) -> str:
+    """Which of the tiny models: rows about experts name a size of theirs."""
+    return "moe" if row["settings"].keys() & {"moe_tp_size", "moe_ep_size"} else "dense"
+
+
 def watch(rows: list[dict]) -> list[dict]:
     """Per row of the table: the collectives of one layer, the elements sent, and the letters of its formula."""
     found = []
     for row in rows:
-        kind = "moe" if row["settings"].keys() & {"moe_tp_size", "moe_ep_size"} else "dense"
+        kind = model_of(row)
         overrides = {
             f"parallel__{key}": value == "true"
             if value in ("true", "false")
@@ -149,6 +161,7 @@ def watch(rows: list[dict]) -> list[dict]:
         runner = ck.runner(
             ROOT / f"assets/qwen3_{kind}_tiny",
             model__force_eplb=True,
+            model__unfused=("combine_add_rms_norm",),  # which would be counted with the next layer's attention
             parallel__world_size=WORLD,
             scheduler__batch_size=TOKENS * WORLD // overrides["parallel__attn_tp_size"],
             scheduler__max_seq_len=96,
@@ -201,3 +214,12 @@ def test_collectives_of_a_layer_are_those_of_the_table():
             assert seen[part] == row[part] * seen["layers"], row["name"]
         expected = eval(row["elements"], {}, {name: Fraction(n) for name, n in seen["letters"].items()})
         assert Fraction(*seen["elements"]) == expected * seen["layers"], row["name"]
+
+
+@pytest.mark.parametrize("row", [row for row in table() if row["elements"]], ids=lambda row: row["name"])
+def test_a_cell_of_the_table_can_be_set_on_the_command_line(row):
+    """As the example above the table does, for the tiny recipes. A layer's groups are those that it communicates in."""
+    pairs = [f"parallel_config.{key}={value}" for key, value in {"world_size": WORLD, **row["settings"]}.items()]
+    _, plan = plan_run(RunConfig.load(ROOT / f"configs/qwen3_{model_of(row)}_tiny.yaml", pairs))
+    used = {call.split()[1] for call in row["attention"] + row["feed-forward"]}
+    assert used <= {name for name, size in plan.blueprint.groups.sizes().items() if size > 1}

@@ -22,9 +22,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from executor import launch
 from executor.errors import UserError
 from executor.launch import run_ranks
 from executor.parallel import world
+from executor.parallel.machines import Machine, this_machine
 from executor.platform import npu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,16 +34,18 @@ TINY = ROOT / "assets/qwen3_moe_tiny"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "GLOO_SOCKET_IFNAME": "lo"}
 LONG = ("sampling_config.ignore_eos=true", "scheduler_config.max_new_tokens=900", "data_config.dataset=null")
 PAIR = [f"parallel_config.{name}_size=2" for name in ("world", "attn_tp", "moe_tp", "embed_tp", "lmhead_tp")]
+ELSEWHERE = "240.0.0.1"  # reserved for ever (RFC 1112), so no machine's own
 END_SECONDS = 30  # from a failure to the end of the command; a busy machine needs some of it
 
 
 class Job:
     """A command that was started, as a terminal starts it: in a process group of its own."""
 
-    def __init__(self, recipe, folder, *overrides, prompt=None, **variables):
+    def __init__(self, recipe, folder, *overrides, prompt=None, launcher=(), **variables):
         words = [word for pair in (f"output_config.dir={folder}", *overrides) for word in ("--set", pair)]
         words += ["--prompt", prompt] if prompt else []
-        command = [sys.executable, "-m", "executor", "infer", str(ROOT / f"configs/{recipe}.yaml"), *words]
+        recipe = ROOT / f"configs/{recipe}.yaml"
+        command = [sys.executable, *launcher, "-m", "executor", "infer", str(recipe), *words]
         self.folder = folder
         self.process = subprocess.Popen(
             command,
@@ -70,9 +74,12 @@ class Job:
         return found[0].read_text() if found else ""
 
     def end(self):
-        """(exit code, what was printed, the errors among the messages), within ``END_SECONDS`` of now."""
+        """(exit code, what was printed, the messages but for the first, that ranks start), within ``END_SECONDS`` of
+        now."""
         out, err = self.process.communicate(timeout=END_SECONDS)
-        return self.process.returncode, out, [line for line in err.splitlines() if line.startswith("error: ")]
+        start, *messages = err.splitlines()
+        assert re.match(r"starting ranks? [\d to]+ of \d, logs in /", start)
+        return self.process.returncode, out, messages
 
 
 @contextmanager
@@ -124,14 +131,15 @@ def two_machines():
 
 
 def test_jobs_at_once_print_what_one_rank_prints(tmp_path):
-    """Three jobs at once on this host: four ranks on two machines, two on one, and one alone."""
+    """Three jobs at once on this host, with one folder for their results: four ranks on two machines, two ranks on one,
+    and one alone. The second machine is on this host, so its launcher counts as a job."""
     first, second = two_machines()
     with jobs() as start:
         running = [
-            start("qwen3_moe_tiny_tp4", tmp_path / "tp4", **first),
-            start("qwen3_moe_tiny_tp4", tmp_path / "second", **second),
-            start("qwen3_moe_tiny_tp4", tmp_path / "pair", *PAIR),
-            start("qwen3_moe_tiny", tmp_path / "alone"),
+            start("qwen3_moe_tiny_tp4", tmp_path, **first),
+            start("qwen3_moe_tiny_tp4", tmp_path, **second),
+            start("qwen3_moe_tiny_tp4", tmp_path, *PAIR),
+            start("qwen3_moe_tiny", tmp_path),
         ]
         outputs = [job.process.communicate(timeout=240) for job in running]
         assert [job.process.returncode for job in running] == [0, 0, 0, 0], outputs
@@ -139,8 +147,22 @@ def test_jobs_at_once_print_what_one_rank_prints(tmp_path):
     assert two == one == alone
     assert alone.count(">") == 4
     assert silent == ""
-    logs = {name: sorted(path.name for path in (tmp_path / name).rglob("rank*.log")) for name in ("tp4", "second")}
-    assert logs == {"tp4": ["rank1.log"], "second": ["rank2.log", "rank3.log"]}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"qwen3_moe_tiny", *(f"qwen3_moe_tiny_tp4{end}" for end in ("", "-2", "-3"))}
+    logs = [sorted(path.name for path in folder.glob("logs/*")) for folder in tmp_path.iterdir()]
+    assert sorted(logs) == [[], ["rank1.log"], ["rank1.log"], ["rank2.log", "rank3.log"]]
+    reports = [json.loads(Path(re.search(r"report: (.+)", outputs[n][0])[1]).read_text()) for n in (0, 2, 3)]
+    assert [report["figures"]["ranks"] for report in reports] == [4, 2, 1]
+    assert [report["figures"]["groups"].get("moe_tp") for report in reports] == [4, 2, None]
+
+
+def test_under_torchrun_one_rank_speaks(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    with jobs() as start:
+        job = start("qwen3_moe_tiny_tp4", tmp_path, *PAIR, "model_config.force_eplb=true", launcher=torchrun)
+        out, err = job.process.communicate(timeout=120)
+    assert job.process.returncode == 0, err
+    assert [out.count("> "), out.count("qwen3_moe_tiny on cpu"), err.count("note: ")] == [4, 1, 1]
 
 
 # ---- a rank that dies or hangs ----
@@ -221,14 +243,31 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path):
 
 
 def test_ctrl_c_leaves_no_rank(tmp_path):
+    """The second one comes while the ranks are being ended."""
     with jobs() as start:
         job = start("qwen3_moe_tiny_tp4", tmp_path, *PAIR, *LONG, prompt="1+1")
-        job.process.stdout.readline()
+        reach_decode(job)
         ranks = job.ranks(2)
         os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does
-        assert job.end()[0] == 130
+        time.sleep(0.1)
+        os.killpg(job.process.pid, signal.SIGINT)
+        code, out, messages = job.end()
+        assert (code, messages) == (130, ["interrupted"])
+        assert out.endswith("\n")
         assert not any(map(alive, ranks.values()))
         assert not list(tmp_path.rglob("report.json"))
+
+
+def test_a_reader_that_is_gone_ends_the_run_quietly(tmp_path):
+    """As ``| head -1`` does."""
+    with jobs() as start:
+        job = start("qwen3_moe_tiny_tp4", tmp_path, *PAIR, *LONG, prompt="1+1")
+        reach_decode(job)
+        ranks = job.ranks(2)
+        job.process.stdout.close()
+        assert job.process.wait(END_SECONDS) == 141
+        assert len(job.process.stderr.read().splitlines()) == 1
+        assert not any(map(alive, ranks.values()))
 
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path):
@@ -256,6 +295,7 @@ def test_a_rank_killed_in_decode_is_named_on_both_machines(tmp_path):
         (said_here,), (said_there,) = (errors for _, _, errors in ends)
         assert said_there.startswith("error: rank 2 was ended by SIGKILL; ")
         assert said_here.startswith(f"error: machine 1 ({socket.gethostname()}): rank 2 was ended by SIGKILL; ")
+        assert ends[0][1].endswith("\n")  # the answer broke off, the error has a line of its own
         assert not any(map(alive, ranks.values()))
         assert not list(tmp_path.rglob("report.json"))
 
@@ -274,6 +314,28 @@ def test_a_checkpoint_damaged_on_one_machine_is_named_on_both(tmp_path):
     assert [code for code, _, _ in ends] == [2, 2]
     for _, _, (error,) in ends:
         assert f"rank 1 failed with exit code 2: {damaged}: 1 tensor missing: model.norm.weight; unexpected: " in error
+
+
+def test_machines_with_different_prompts_refuse(tmp_path):
+    first, second = two_machines()
+    with jobs() as start:
+        here = start("qwen3_moe_tiny_tp4", tmp_path, *PAIR, prompt="1+1", **first)
+        there = start("qwen3_moe_tiny_tp4", tmp_path, *PAIR, prompt="1+2", **second)
+        until(lambda: here.process.poll() is not None)
+        (code, out, (error,)), (other, _, _) = here.end(), there.end()
+    assert (code, other, out) == (2, 2, "")
+    assert error.startswith("error: prompt 1 differs between rank 0, which has 1, and rank 1, which has 1; give all ")
+
+
+def test_a_wrong_master_addr_is_one_line(tmp_path):
+    """No backtrace of torch's before it."""
+    variables = {**two_machines()[0], "MASTER_ADDR": ELSEWHERE}
+    with jobs() as start:
+        job = start("qwen3_moe_tiny_tp4", tmp_path, "parallel_config.timeout_seconds=2", **variables)
+        until(lambda: job.process.poll() is not None)
+        code, _, (error,) = job.end()
+    assert code == world.PEER_LOST
+    assert error.startswith(f"error: MASTER_ADDR={ELSEWHERE}, MASTER_PORT=")
 
 
 # ---- the launcher and the store, without a model ----
@@ -323,14 +385,30 @@ def test_a_port_that_is_taken_is_an_error_and_no_rank_starts(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"^MASTER_PORT={port} is taken on this machine"):
-            run_ranks(2, ranks_that(), tmp_path, machine=world.Machine(port=port))
+            run_ranks(2, ranks_that(), tmp_path, machine=Machine(port=port))
     assert not list(tmp_path.rglob("*.log"))
 
 
 def test_machine_zero_that_never_comes_is_an_error(tmp_path):
-    machine = world.Machine(rank=1, count=2, port=int(free_port()))
+    machine = Machine(rank=1, count=2, port=int(free_port()))
     with pytest.raises(world.PeerLost, match=rf"MASTER_PORT={machine.port}: no answer within 1 s"):
         run_ranks(2, ranks_that(), tmp_path, machine=machine, timeout_seconds=1)
+
+
+def test_a_name_that_machine_zero_cannot_resolve_is_an_error(tmp_path):
+    machine = Machine(rank=0, count=2, address="nowhere.invalid", port=int(free_port()))  # RFC 2606: never a name
+    with pytest.raises(UserError, match=r"^MASTER_ADDR=nowhere\.invalid, .* of this machine, which has NODE_RANK=0$"):
+        run_ranks(2, ranks_that(), tmp_path, machine=machine)
+
+
+@pytest.mark.parametrize(("machine", "kept"), [(Machine(), []), (Machine(rank=1, count=2), [0, 2])])
+def test_logs_of_an_earlier_job_are_removed(machine, kept, tmp_path):
+    """But not those of ranks of another machine, which may share the folder."""
+    for number in (0, 2, 4, 11):
+        (tmp_path / f"rank{number}.log").write_text("old")
+    (tmp_path / "notes.txt").write_text("mine")
+    launch._prepare(tmp_path, 4, machine)
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", *(f"rank{number}.log" for number in kept)}
 
 
 def arrivals(monkeypatch, present, size):
@@ -350,6 +428,22 @@ def test_ranks_that_do_not_arrive_are_named(monkeypatch):
     with pytest.raises(
         world.PeerLost, match=r"^ranks 1, 3 did not load within parallel_config\.timeout_seconds=0\.2 after"
     ):
+        world.arrive("load", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("present", "words"),
+    [
+        ([1, 4, 5], r"machine 1 \(NODE_RANK=1\)"),
+        ([1, 4], r"machine 1 \(NODE_RANK=1\) and rank 5"),
+        ([1], r"machine 1 \(NODE_RANK=1\) and machine 2 \(NODE_RANK=2\)"),
+        ([3], r"machine 2 \(NODE_RANK=2\) and ranks 1, 2"),
+    ],
+)
+def test_a_machine_of_which_nobody_arrives_is_named(monkeypatch, present, words):
+    arrivals(monkeypatch, present, 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(world.PeerLost, match=f"^{words} did not load within"):
         world.arrive("load", 0.2)
 
 
@@ -383,28 +477,26 @@ def test_which_errors_are_a_lost_peer(monkeypatch, error, meaning):
 
 # ---- which machine this is ----
 
-ELSEWHERE = "240.0.0.1"  # reserved for ever (RFC 1112), so no machine's own
-
 
 @pytest.mark.parametrize(
     ("hosts", "variables", "machine"),
     [
-        ([], {}, world.Machine()),
-        ([], {"MASTER_PORT": "5"}, world.Machine(port=5)),
-        ([], {"NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": ELSEWHERE}, world.Machine()),
-        (["127.0.0.1", ELSEWHERE], {}, world.Machine(rank=0, count=2, address="127.0.0.1", port=29500)),
-        ([ELSEWHERE, "localhost"], {}, world.Machine(rank=1, count=2, address=ELSEWHERE, port=29500)),
-        ([ELSEWHERE, socket.gethostname()], {}, world.Machine(rank=1, count=2, address=ELSEWHERE, port=29500)),
-        (["a", "b"], {"NODE_RANK": "1"}, world.Machine(rank=1, count=2, address="a", port=29500)),
+        ([], {}, Machine()),
+        ([], {"MASTER_PORT": "5"}, Machine(port=5)),
+        ([], {"NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": ELSEWHERE}, Machine()),
+        (["127.0.0.1", ELSEWHERE], {}, Machine(rank=0, count=2, address="127.0.0.1", port=29500)),
+        ([ELSEWHERE, "localhost"], {}, Machine(rank=1, count=2, address=ELSEWHERE, port=29500)),
+        ([ELSEWHERE, socket.gethostname()], {}, Machine(rank=1, count=2, address=ELSEWHERE, port=29500)),
+        (["a", "b"], {"NODE_RANK": "1"}, Machine(rank=1, count=2, address="a", port=29500)),
         (
             [],
             {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "a", "MASTER_PORT": "7"},
-            world.Machine(rank=3, count=4, address="a", port=7),
+            Machine(rank=3, count=4, address="a", port=7),
         ),
     ],
 )
 def test_this_machine_is_found(hosts, variables, machine):
-    assert world.this_machine(hosts, 8, variables) == machine
+    assert this_machine(hosts, 8, variables) == machine
 
 
 @pytest.mark.parametrize(
@@ -424,7 +516,7 @@ def test_this_machine_is_found(hosts, variables, machine):
 )
 def test_a_machine_that_cannot_be_told_is_an_error(hosts, variables, words):
     with pytest.raises(UserError) as caught:
-        world.this_machine(hosts, 8, variables)
+        this_machine(hosts, 8, variables)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
