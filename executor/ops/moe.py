@@ -193,3 +193,34 @@ def distribute_combine(
         expand_scales=route.weights,
         **ranks.keywords(),
     )
+
+
+def distribute_combine_add_rms_norm(
+    rows_AH: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    active_T: Tensor,
+    ranks: ExpertRanks,
+    route: Route,
+    residual_TH: Tensor,
+    gamma: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """:func:`distribute_combine` and the norm after it in one kernel, for Atlas A3: ``(norm(x), x)`` of ``x``, the
+    weighted sums added to ``residual_TH``, both ``[T, H]``."""
+    weights_TK = weights_TK if rows_AH.dtype == torch.float64 else weights_TK.float()
+    y, _, total = torch.ops.npu.npu_moe_distribute_combine_add_rms_norm(
+        rows_AH,
+        ids_TK,
+        route.assist,
+        route.counts,
+        weights_TK,
+        residual_TH.unsqueeze(1),
+        gamma,
+        *ranks.positional(),
+        x_active_mask=active_T,
+        expand_scales=route.weights,
+        norm_eps=eps,
+        **ranks.keywords(),
+    )
+    return y.squeeze(1), total.squeeze(1)

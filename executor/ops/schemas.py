@@ -8,6 +8,8 @@ so that every module runs on ``meta`` and under fake tensors. Layers never see t
 Source of the text: ``torch.ops.npu.*`` of the torch_npu 2.13.0 wheel.
 """
 
+import importlib
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ SCHEMAS: dict[str, str] = {}
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 _library = torch.library.Library("npu", "FRAGMENT")
+_graph_library = torch.library.Library("air", "FRAGMENT")
 _defined_here: set[str] = set()
 
 
@@ -48,3 +51,16 @@ def meta(name: str) -> Callable[[_Kernel], _Kernel]:
         return kernel
 
     return register
+
+
+def define_for_graphs(name: str, text: str, kernel: Callable[..., Any], meta_kernel: Callable[..., Any]) -> None:
+    """``air::name``, by which compiled graphs call a kernel with lengths that are tensors. torchair defines it in a
+    module of its own when it needs it, and fails if somebody did so before: with torch_npu in the process that module
+    comes first, and only its CPU kernel, which raises, is replaced."""
+    if "torch_npu" in sys.modules:
+        importlib.import_module("torchair")
+        importlib.import_module(f"torchair.ops._{name}")
+    else:
+        _graph_library.define(name + text)
+        _graph_library.impl(name, meta_kernel, "Meta")
+    _graph_library.impl(name, kernel, "CPU", allow_override=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from executor.ops.moe import ExpertRanks, Route, distribute_combine
+from executor.ops.moe import ExpertRanks, Route, distribute_combine, distribute_combine_add_rms_norm
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,12 @@ class Uncombined:
 
     def combined(self) -> Tensor:
         """Each token's weighted sum ``[T, H]``, zero for tokens that are not active."""
-        sent = self.sent
-        return distribute_combine(self.rows_AH, sent.ids_TK, sent.weights_TK, sent.active_T, sent.ranks, sent.route)
+        return distribute_combine(*self._arguments())
 
     def add_rms_norm(self, residual_TH: Tensor, gamma: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """``(norm(combined + residual), combined + residual)`` in one kernel."""
-        raise NotImplementedError
+        return distribute_combine_add_rms_norm(*self._arguments(), residual_TH, gamma, eps)
+
+    def _arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, ExpertRanks, Route]:
+        sent = self.sent
+        return self.rows_AH, sent.ids_TK, sent.weights_TK, sent.active_T, sent.ranks, sent.route

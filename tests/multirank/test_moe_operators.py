@@ -129,6 +129,11 @@ def check_case(case, rank, name):
     back = (answers, case.ids[rank], assist, recv_counts, weights)
     out = call(ops.npu_moe_distribute_combine_v2, *back, *where, expand_scales=sent_weights, **options)
     assert out.dtype == case.dtype
+    residual, gamma = rand(len(out), 1, HIDDEN).to(case.dtype), rand(HIDDEN).to(case.dtype)
+    fused = ops.npu_moe_distribute_combine_add_rms_norm
+    in_one = call(fused, *back, residual, gamma, *where, expand_scales=sent_weights, norm_eps=0.1, **options)
+    in_turn = ops.npu_add_rms_norm(residual, out.unsqueeze(1), gamma, 0.1)  # the same arithmetic, so bit for bit
+    assert all(map(torch.equal, in_one, in_turn))
     for token in range(case.tokens[rank]):
         total, size = torch.zeros(HIDDEN, dtype=torch.float64), torch.zeros(HIDDEN, dtype=torch.float64)
         for choice in range(case.top_k):

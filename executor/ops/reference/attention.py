@@ -12,7 +12,7 @@ from torch import Tensor
 
 from executor.ops.reference.attention_layouts import Arguments, as_BSND, check, kv_reader, query_places
 from executor.ops.reference.masked_attention import attend, visibilities
-from executor.ops.schemas import define, meta, reference
+from executor.ops.schemas import SCHEMAS, define, define_for_graphs, meta, reference
 
 _V1, _V2 = "npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2"
 _IGNORED = ("pre_tokens", "next_tokens")  # only sparse_mode 4 reads them
@@ -167,3 +167,11 @@ def _v2_meta(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple
 @meta(_V1)
 def _v1_meta(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return _outputs(_arguments(_V1, _NAMES_V1, options), query, value)
+
+
+def _lengths_read(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    lengths = {name: options[name].tolist() for name in ("actual_seq_qlen", "actual_seq_kvlen")}
+    return npu_fused_infer_attention_score_v2(query, key, value, **(options | lengths))
+
+
+define_for_graphs(_V2, SCHEMAS[_V2].replace("SymInt[]?", "Tensor?"), _lengths_read, _v2_meta)
