@@ -129,7 +129,7 @@ def _answer(session: Session, prompts: list[Prompt], stream: bool) -> tuple[list
     except BaseException:
         printer.end_line()
         raise
-    return answers, summarize(session.plan, runner.device, load, answers, tally)
+    return answers, summarize(session.plan, runner, load, answers, tally)
 
 
 def _started_ranks(session: Session) -> bool:

@@ -34,10 +34,7 @@ class GraphTally:
     buckets: tuple[int, ...] = ()
     steps: Counter[int] = field(default_factory=Counter)  # bucket -> steps that used it
     traced: int = 0
-    loaded: int = 0
-    cache: str = "off"
     recompiles: list[str] = field(default_factory=list)
-    seconds: float = 0.0
 
 
 class DecodeStep(nn.Module):
@@ -169,6 +166,8 @@ class DecodeGraphs:
         return self._compiling(graph, batch, caches)
 
     def _compiling(self, graph: Graph, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        stats = torch._dynamo.utils.counters["stats"]
+        before = stats["unique_graphs"]
         try:
             return graph(batch, caches)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -176,6 +175,8 @@ class DecodeGraphs:
                 f"model_config.exe_mode={self.tally.mode}: a decode step of {batch.num_tokens} rows cannot be compiled "
                 f"({str(error).strip().splitlines()[0]}); exe_mode=eager runs without a compiler"
             ) from error
+        finally:
+            self.tally.traced += stats["unique_graphs"] - before
 
 
 def compiler(mode: Mode, cache_dir: Path | None, *, shipped_converters: bool) -> Callable[[DecodeStep], Compiled]:

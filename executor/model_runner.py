@@ -24,6 +24,7 @@ from executor.layers.decoder import CausalLM
 from executor.model_config import ModelConfig, read_config_json, with_overrides
 from executor.ops.attention import causal_mask
 from executor.ops.reference.product import set_product
+from executor.ops.uncombined import Uncombined
 from executor.parallel import world
 from executor.parallel.groups import Groups, connected_groups
 from executor.plan import Plan, make_plan
@@ -245,7 +246,8 @@ class ModelRunner(ABC):
 
         def watch(number: int) -> Callable[..., None]:
             def look(module: nn.Module, args: Any, output: Any) -> None:
-                tensors = output if isinstance(output, tuple) else (output,)
+                outputs = output if isinstance(output, tuple) else (output,)
+                tensors = [t.combined() if isinstance(t, Uncombined) else t for t in outputs]
                 if not all(bool(t[own.active].isfinite().all()) for t in tensors):
                     found.append(number)
 

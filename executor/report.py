@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run says about itself: a table on screen and the same as JSON, and the plan as a table."""
 
+import dataclasses
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from executor.batch import PHASES
 from executor.decisions import shape
 from executor.engine import Tally
 from executor.generation import Answer
+from executor.model_runner import ModelRunner
 from executor.plan import Plan
 from executor.platform.features import GIB
 from executor.prompts import Prompt
@@ -63,9 +65,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def summarize(
-    plan: Plan, device: torch.device, load: LoadReport, answers: list[Answer], tally: Tally
-) -> dict[str, Any]:
+def summarize(plan: Plan, runner: ModelRunner, load: LoadReport, answers: list[Answer], tally: Tally) -> dict[str, Any]:
     """The figures of a run.
 
     TTFT counts from the call of ``generate`` and so includes queueing, which is also given alone. TPOT is the time
@@ -86,6 +86,7 @@ def summarize(
         "tokens": {phase: "sharded" if phase in plan.blueprint.sharded else "replicated" for phase in PHASES},
         "moe_strategies": dict(plan.blueprint.moe_strategies),
         "mode": plan.run.model.exe_mode,
+        "graphs": dataclasses.asdict(runner.graphs.tally) if runner.graphs else None,
         "dtype": str(plan.blueprint.storage.dtype).removeprefix("torch."),
         "requests": len(answers),
         "prompt_tokens": sum(answer.prompt_tokens for answer in answers),
@@ -105,7 +106,7 @@ def summarize(
         "load_bytes": load.bytes_read,
         "load_bytes_of_ranks": load.bytes_of_ranks or [load.bytes_read],
         "warm_up_seconds": load.warm_up_seconds,
-        "peak_memory_bytes": peak_memory_bytes(device),
+        "peak_memory_bytes": peak_memory_bytes(runner.device),
         "planned_memory_bytes": plan.memory.total,
     }
 
@@ -114,6 +115,14 @@ def _range(sizes: list[int]) -> str:
     """GiB that a rank read, or the least and the most that one did."""
     least, most = (f"{size / GIB:.3f}" for size in (min(sizes), max(sizes)))
     return least if least == most else f"{least} to {most}"
+
+
+def _graphs(graphs: dict[str, Any] | None) -> str:
+    if graphs is None:
+        return "-"
+    steps = ", ".join(f"{graphs['steps'].get(rows, 0)} steps of {rows} rows" for rows in graphs["buckets"])
+    causes = "".join(f"\n{cause}" for cause in graphs["recompiles"])
+    return f"{graphs['traced']} compiled; {steps}; {len(graphs['recompiles'])} recompiled{causes}"
 
 
 def print_summary(console: Console, figures: dict[str, Any]) -> None:
@@ -126,6 +135,7 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
     rows = {
         "model": f"{figures['shape']} ({figures['model_path']})",
         "mode, dtype": f"{figures['mode']}, {figures['dtype']}, {figures['threads']} threads",
+        "decode graphs": _graphs(figures["graphs"]),
         "layout": f"{figures['ranks']} ranks: " + ", ".join(f"{name} {n}" for name, n in figures["groups"].items()),
         "tokens between layers": ", ".join(f"{how} in {phase}" for phase, how in figures["tokens"].items()),
         "MoE strategy": ", ".join(f"{name} in {phase}" for phase, name in figures["moe_strategies"].items()),
@@ -145,6 +155,7 @@ def print_summary(console: Console, figures: dict[str, Any]) -> None:
         f"planned {figures['planned_memory_bytes'] / GIB:.2f} GiB",
     }
     without_meaning = {
+        "decode graphs": figures["graphs"] is None,
         "layout": figures["ranks"] == 1,
         "tokens between layers": figures["ranks"] == 1,
         "MoE strategy": not figures["moe_strategies"],

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
 
 from executor.config import RunConfig
 from executor.engine import Tally, new_scheduler
@@ -161,7 +161,12 @@ class Session:
             report = runner.load_weights(on_bytes)
         if parallel.world_size > 1:  # a step would wait as well, but not say for whom
             world.arrive("load", parallel.timeout_seconds)
-        report.warm_up_seconds = runner.warm_up()
+        buckets = (TextColumn("decode graph of {task.fields[rows]} rows"), BarColumn(), MofNCompleteColumn())
+        with Progress(
+            *buckets, console=console, transient=True, disable=not drawn or runner.graphs is None
+        ) as progress:
+            task = progress.add_task("graphs", total=len(self.plan.buckets), rows="", completed=-1)
+            report.warm_up_seconds = runner.warm_up(lambda rows: progress.update(task, advance=1, rows=rows))
         report.bytes_of_ranks = [int(n) for n in world.collect(str(report.bytes_read), world.everyone())]
         if world.has_terminal() or world.has_log():
             for warning in report.warnings:
